@@ -1,0 +1,67 @@
+"""The only place that asks the time, sleeps or waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Time as the service sees it. Seconds."""
+
+    def monotonic(self) -> float:
+        """Return seconds since an arbitrary moment, never going back."""
+
+    def time(self) -> float:
+        """Return seconds since the epoch. For people and metrics only."""
+
+    def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
+        """Wait until the event is set or the time is over; return whether it is set."""
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def time(self) -> float:
+        return time.time()
+
+    def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
+        return event.wait(timeout_s)
+
+
+class ManualClock:
+    """A clock that only moves when told to, for tests. Thread-safe."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self._now = now
+        self._moved = threading.Condition()
+
+    def monotonic(self) -> float:
+        with self._moved:
+            return self._now
+
+    def time(self) -> float:
+        return self.monotonic()
+
+    def advance(self, seconds: float) -> None:
+        """Move the time forward and wake those whose wait is over."""
+        with self._moved:
+            self._now += seconds
+            self._moved.notify_all()
+
+    def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
+        with self._moved:
+            deadline = None if timeout_s is None else self._now + timeout_s
+            while not event.is_set() and (deadline is None or self._now < deadline):
+                # `event` is set without our condition, so look again from time to time.
+                self._moved.wait(0.01)
+            return event.is_set()
+
+
+def now_ns() -> int:
+    """Return nanoseconds for measuring durations."""
+    return time.perf_counter_ns()

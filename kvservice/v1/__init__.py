@@ -1,0 +1,1 @@
+"""Generated from proto/kvservice/v1; never edited. See `make proto`."""

@@ -1,0 +1,1 @@
+"""Workers: page tables, arenas, and attention where the pages are."""

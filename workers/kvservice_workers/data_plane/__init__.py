@@ -1,0 +1,1 @@
+"""The worker's face to the network: its verbs on protobuf messages."""
