@@ -294,20 +294,22 @@ class SelectResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ForkRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "new_session_id", "token_count", "ttl")
+    __slots__ = ("session_id", "incarnation", "epoch", "new_session_id", "token_count", "ttl", "clip")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEW_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    CLIP_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     new_session_id: str
     token_count: int
     ttl: _duration_pb2.Duration
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., new_session_id: _Optional[str] = ..., token_count: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    clip: bool
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., new_session_id: _Optional[str] = ..., token_count: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., clip: bool = ...) -> None: ...
 
 class ForkResponse(_message.Message):
     __slots__ = ("session",)
