@@ -1,7 +1,8 @@
 """Generate kvservice/v1 from proto/, lint the sources, and compare with the committed baseline.
 
     python .ci/proto.py generate [DIR]   write the generated code (default: into the repository)
-    python .ci/proto.py lint             buf lint, buf format, buf breaking against proto/baseline.binpb
+    python .ci/proto.py compare          fail if the committed code is not what would be generated
+    python .ci/proto.py lint             buf lint, format, breaking against proto/baseline.binpb
     python .ci/proto.py baseline         rewrite proto/baseline.binpb, at a release
 
 Needs `grpcio-tools` of exactly the version below (the oldest that the package supports: generated
@@ -10,6 +11,7 @@ code never runs on an older runtime) and `buf`; `make proto` and `make check` in
 
 from __future__ import annotations
 
+import filecmp
 import importlib.metadata
 import shutil
 import subprocess
@@ -54,6 +56,18 @@ def generate(target: Path) -> None:
         raise SystemExit(status)
 
 
+def compare() -> None:
+    committed = ROOT / "kvservice" / "v1"
+    with tempfile.TemporaryDirectory() as name:
+        generate(Path(name))
+        fresh = Path(name) / "kvservice" / "v1"
+        names = {path.name for path in fresh.iterdir()}
+        names |= {path.name for path in committed.glob("*_pb2*.py*")}
+        _, differ, absent = filecmp.cmpfiles(fresh, committed, sorted(names), shallow=False)
+    if differ or absent:
+        raise SystemExit(f"kvservice/v1 is out of date, run `make proto`: {differ + absent}")
+
+
 def workspace(folder: Path) -> None:
     """Lay out what buf reads: our sources, and the one file of googleapis that they import."""
     shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
@@ -92,6 +106,8 @@ if __name__ == "__main__":
             generate(ROOT)
         case ["generate", folder]:
             generate(Path(folder))
+        case ["compare"]:
+            compare()
         case ["lint"]:
             lint()
         case ["baseline"]:

@@ -1,0 +1,68 @@
+# Each target does its own set-up in .venv, from nothing. PYTHON=... chooses the interpreter.
+#
+#   make demo          a real model, its keys and values on two workers
+#   make test          all tests but the model matrix; ARGS="-k name" is handed to pytest
+#   make test-matrix   every model family and decoding strategy
+#   make bench         what the service costs, as ratios to local attention
+#   make check         format, lint, types, protocol, generated code
+#   make format        rewrite what `check` would complain about, as far as tools can
+#   make proto         regenerate kvservice/v1 from proto/
+#   make clean         drop environments, caches and builds
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+ARGS ?=
+
+.PHONY: help
+help:
+	@sed -n 's/^#   //p' Makefile
+
+.PHONY: setup
+setup:
+	@.ci/setup dev
+
+.PHONY: setup-proto
+setup-proto:
+	@.ci/setup proto
+
+.PHONY: demo
+demo: setup
+	@$(BIN)/kvservice demo $(ARGS)
+
+.PHONY: test
+test: setup setup-proto
+	$(BIN)/python -m pytest -m "not matrix" $(ARGS)
+
+.PHONY: test-matrix
+test-matrix: setup
+	$(BIN)/python -m pytest -m matrix $(ARGS)
+
+.PHONY: bench
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
+
+.PHONY: check
+check: setup setup-proto
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python .ci/proto.py lint
+	.venv-proto/bin/python .ci/proto.py compare
+
+.PHONY: format
+format: setup
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+.PHONY: proto
+proto: setup-proto
+	.venv-proto/bin/python .ci/proto.py generate
+
+.PHONY: clean
+clean:
+	rm -rf .venv .venv-proto build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
