@@ -1,0 +1,1 @@
+"""What travels: protobuf messages to and from plain values, tensors, fragments, errors."""

@@ -1,0 +1,243 @@
+"""Sessions, their specs and the workers' numbers: protobuf to and from the core's plain values.
+
+What comes in is checked here, field by field, so that behind the wire every value has its range.
+What a session or a layer must be like is its owner's business. `kvservice.wire.calls` does the
+same for the data path.
+
+Raises, everywhere: InvalidRequest, naming the field, the rule and what was got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from google.protobuf import duration_pb2
+
+from kvservice.core import session as core
+from kvservice.core.errors import InvalidRequest
+from kvservice.core.geometry import (
+    DEFAULT_PAGE_SIZE,
+    MAX_LAYERS,
+    LayerGeometry,
+    LayerSpec,
+)
+from kvservice.v1 import types_pb2
+from kvservice.wire.tensors import dtype_from_pb, dtype_to_pb
+
+session_id_from_pb = lru_cache(maxsize=4096)(core.check_session_id)
+"""`check_session_id`, remembering the valid ones: it is asked on every call."""
+
+
+def at_least_one(value: int, name: str) -> int:
+    """Return a number that must be set; on the wire 0 means that it is missing."""
+    if value < 1:
+        raise InvalidRequest(f"{name} must be set, and at least 1, got {value}")
+    return value
+
+
+def not_negative(values: Iterable[int], name: str) -> tuple[int, ...]:
+    """Return numbers per row or token, of which none may be negative."""
+    numbers = tuple(values)
+    if numbers and min(numbers) < 0:
+        raise InvalidRequest(f"{name} must not be negative, got {min(numbers)}")
+    return numbers
+
+
+def session_ids_from_pb(values: Iterable[str]) -> list[str]:
+    """Return the ids without repeats, in order. At most 10,000."""
+    ids = list(dict.fromkeys(values))
+    if not 1 <= len(ids) <= 10_000:
+        raise InvalidRequest(f"session_ids must be 1 to 10000, got {len(ids)}")
+    return [session_id_from_pb(value) for value in ids]
+
+
+# Durations
+
+
+def seconds_from_pb(duration: duration_pb2.Duration, name: str) -> float:
+    if not 0 <= duration.nanos < 1_000_000_000:
+        raise InvalidRequest(f"{name}: nanos must be 0 to 999999999, got {duration.nanos}")
+    return float(duration.seconds + duration.nanos / 1e9)
+
+
+def seconds_to_pb(seconds: float) -> duration_pb2.Duration:
+    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
+    return duration_pb2.Duration(seconds=whole, nanos=nanos)
+
+
+# What a session is opened with
+
+
+def spec_from_pb(pb: types_pb2.SessionSpec) -> core.SessionSpec:
+    if len(pb.layers) > MAX_LAYERS:
+        raise InvalidRequest(f"at most {MAX_LAYERS} layers, got {len(pb.layers)}")
+    optional = {
+        "page_size": pb.page_size if pb.HasField("page_size") else DEFAULT_PAGE_SIZE,
+        "replicas": pb.replica_count if pb.HasField("replica_count") else 1,
+        "spread": pb.spread if pb.HasField("spread") else 1,
+    }
+    return core.SessionSpec(
+        num_rows=pb.row_count,
+        layers=tuple(
+            _layer_from_pb(layer, f"layers[{index}]") for index, layer in enumerate(pb.layers)
+        ),
+        max_tokens=pb.max_tokens if pb.HasField("max_tokens") else None,
+        reserve_tokens=pb.reserve_tokens if pb.HasField("reserve_tokens") else None,
+        ttl_s=seconds_from_pb(pb.ttl, "ttl") if pb.HasField("ttl") else core.DEFAULT_TTL_S,
+        **optional,
+    )
+
+
+def spec_to_pb(spec: core.SessionSpec) -> types_pb2.SessionSpec:
+    return types_pb2.SessionSpec(
+        row_count=spec.num_rows,
+        layers=[_layer_to_pb(layer) for layer in spec.layers],
+        page_size=spec.page_size,
+        max_tokens=spec.max_tokens,
+        reserve_tokens=spec.reserve_tokens,
+        ttl=seconds_to_pb(spec.ttl_s),
+        replica_count=spec.replicas,
+        spread=spec.spread,
+    )
+
+
+def _layer_from_pb(pb: types_pb2.LayerSpec, name: str) -> LayerSpec:
+    return LayerSpec(
+        window=pb.window if pb.HasField("window") else None,
+        geometry=_geometry_from_pb(pb.geometry, name) if pb.HasField("geometry") else None,
+    )
+
+
+def _geometry_from_pb(pb: types_pb2.LayerGeometry, name: str) -> LayerGeometry:
+    dtype = dtype_from_pb(pb.dtype, f"{name}.geometry")
+    return LayerGeometry(pb.kv_head_count, pb.k_dim, pb.v_dim, dtype)
+
+
+def _layer_to_pb(layer: LayerSpec) -> types_pb2.LayerSpec:
+    pb = types_pb2.LayerSpec(window=layer.window)
+    if layer.geometry is not None:
+        pb.geometry.kv_head_count = layer.geometry.num_kv_heads
+        pb.geometry.k_dim = layer.geometry.k_dim
+        pb.geometry.v_dim = layer.geometry.v_dim
+        pb.geometry.dtype = dtype_to_pb(layer.geometry.dtype)
+    return pb
+
+
+# A session as the service knows it
+
+
+def extent_to_pb(extent: core.Extent) -> types_pb2.Extent:
+    return types_pb2.Extent(
+        worker_id=extent.worker_id,
+        address=extent.address,
+        incarnation=extent.incarnation,
+        starts=extent.starts,
+        stops=extent.stops,
+    )
+
+
+def extent_from_pb(pb: types_pb2.Extent) -> core.Extent:
+    starts, stops = not_negative(pb.starts, "starts"), not_negative(pb.stops, "stops")
+    if starts and len(starts) != len(stops):
+        raise InvalidRequest(f"an extent has {len(starts)} starts, but {len(stops)} stops")
+    return core.Extent(pb.worker_id, pb.address, pb.incarnation, starts, stops)
+
+
+def session_to_pb(info: core.SessionInfo) -> types_pb2.Session:
+    return types_pb2.Session(
+        session_id=info.session_id,
+        epoch=info.epoch,
+        step=info.step,
+        spec=spec_to_pb(info.spec),
+        extents=[extent_to_pb(extent) for extent in info.extents],
+        layers=[types_pb2.LayerLengths(lengths=lengths) for lengths in info.lengths],
+    )
+
+
+def session_from_pb(pb: types_pb2.Session) -> core.SessionInfo:
+    return core.SessionInfo(
+        session_id=session_id_from_pb(pb.session_id),
+        epoch=at_least_one(pb.epoch, "epoch"),
+        step=not_negative([pb.step], "step")[0],
+        spec=spec_from_pb(pb.spec),
+        extents=tuple(extent_from_pb(extent) for extent in pb.extents),
+        lengths=tuple(not_negative(layer.lengths, "lengths") for layer in pb.layers),
+    )
+
+
+# A worker's numbers
+
+
+def stats_to_pb(stats: core.WorkerStats) -> types_pb2.WorkerStats:
+    return types_pb2.WorkerStats(
+        worker_id=stats.worker_id,
+        incarnation=stats.incarnation,
+        address=stats.address,
+        device=stats.device,
+        budget_bytes=stats.budget_bytes,
+        arena_bytes=stats.arena_bytes,
+        used_bytes=stats.used_bytes,
+        session_count=stats.num_sessions,
+        pools=[_pool_to_pb(pool) for pool in stats.pools],
+        page_allocation_count=stats.page_allocations,
+        page_frees=_counts_to_pb(stats.page_frees),
+        allocation_failures=_counts_to_pb(stats.allocation_failures),
+        appended_token_count=stats.appended_tokens,
+        popped_token_count=stats.popped_tokens,
+        appended_bytes=stats.appended_bytes,
+        read_bytes=stats.read_bytes,
+        lease_expiration_count=stats.lease_expirations,
+        draining=stats.draining,
+    )
+
+
+def stats_from_pb(pb: types_pb2.WorkerStats) -> core.WorkerStats:
+    return core.WorkerStats(
+        worker_id=pb.worker_id,
+        incarnation=pb.incarnation,
+        address=pb.address,
+        device=pb.device,
+        budget_bytes=pb.budget_bytes,
+        arena_bytes=pb.arena_bytes,
+        used_bytes=pb.used_bytes,
+        num_sessions=pb.session_count,
+        pools=tuple(_pool_from_pb(pool) for pool in pb.pools),
+        page_allocations=pb.page_allocation_count,
+        page_frees={item.reason: item.count for item in pb.page_frees},
+        allocation_failures={item.reason: item.count for item in pb.allocation_failures},
+        appended_tokens=pb.appended_token_count,
+        popped_tokens=pb.popped_token_count,
+        appended_bytes=pb.appended_bytes,
+        read_bytes=pb.read_bytes,
+        lease_expirations=pb.lease_expiration_count,
+        draining=pb.draining,
+    )
+
+
+def _pool_to_pb(pool: core.PoolStats) -> types_pb2.PoolStats:
+    return types_pb2.PoolStats(
+        pool=pool.pool,
+        page_size=pool.page_size,
+        page_bytes=pool.page_bytes,
+        used_page_count=pool.used_pages,
+        reserved_page_count=pool.reserved_pages,
+        free_page_count=pool.free_pages,
+        token_count=pool.num_tokens,
+    )
+
+
+def _pool_from_pb(pb: types_pb2.PoolStats) -> core.PoolStats:
+    return core.PoolStats(
+        pool=pb.pool,
+        page_size=pb.page_size,
+        page_bytes=pb.page_bytes,
+        used_pages=pb.used_page_count,
+        reserved_pages=pb.reserved_page_count,
+        free_pages=pb.free_page_count,
+        num_tokens=pb.token_count,
+    )
+
+
+def _counts_to_pb(counts: dict[str, int]) -> list[types_pb2.ReasonCount]:
+    return [types_pb2.ReasonCount(reason=name, count=count) for name, count in counts.items()]
