@@ -109,8 +109,9 @@ class AlreadyExists(KVServiceError):
 
 
 class CapacityError(KVServiceError):
-    """No room just now: back off for `retry_delay_s`. Not raised itself."""
+    """No room just now: back off for `retry_delay_s`. Raised itself where it is the server's."""
 
+    reason = "RESOURCE_EXHAUSTED"
     code = Code.RESOURCE_EXHAUSTED
 
 
