@@ -9,7 +9,7 @@ Raises, everywhere: InvalidRequest, naming the field, the rule and what was got.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from google.protobuf import duration_pb2
@@ -36,10 +36,12 @@ def at_least_one(value: int, name: str) -> int:
     return value
 
 
-def not_negative(values: Iterable[int], name: str) -> tuple[int, ...]:
+def not_negative(values: Sequence[int], name: str) -> tuple[int, ...]:
     """Return numbers per row or token, of which none may be negative."""
-    numbers = tuple(values)
-    if numbers and min(numbers) < 0:
+    if not len(values):
+        return ()
+    numbers = tuple(values[:])  # the slice is a list, made in one go
+    if min(numbers) < 0:
         raise InvalidRequest(f"{name} must not be negative, got {min(numbers)}")
     return numbers
 

@@ -26,6 +26,7 @@ _FROM_PB: Final = {
     types_pb2.D_TYPE_BOOL: DType.BOOL,
 }
 _TO_PB: Final = {dtype: number for number, dtype in _FROM_PB.items()}
+_ITEMSIZE: Final = {number: dtype.itemsize for number, dtype in _FROM_PB.items()}
 
 _NUMPY: Final[dict[DType, np.dtype[Any]]] = {
     DType.FLOAT32: np.dtype("<f4"),
@@ -63,22 +64,21 @@ def tensor_from_pb(pb: types_pb2.Tensor, name: str, rank: int | None = None) -> 
     Raises:
         InvalidRequest: Unknown dtype, bad shape, or another number of bytes than the shape says.
     """
-    dtype = dtype_from_pb(pb.dtype, name)
-    shape = tuple(pb.shape)
+    number = pb.dtype
+    dtype = dtype_from_pb(number, name)
+    shape = tuple(pb.shape[:])  # the slice is a list, made in one go
     if len(shape) != rank and (rank is not None or not 1 <= len(shape) <= MAX_RANK):
         wanted = f"{rank}" if rank is not None else f"1 to {MAX_RANK}"
         raise InvalidRequest(f"{name} must have {wanted} dimensions, got {len(shape)}")
-    for side in shape:
-        if not 0 <= side <= MAX_SIDE:
-            raise InvalidRequest(f"{name}: dimensions must be 0 to {MAX_SIDE}, got {list(shape)}")
+    if min(shape) < 0 or max(shape) > MAX_SIDE:
+        raise InvalidRequest(f"{name}: dimensions must be 0 to {MAX_SIDE}, got {list(shape)}")
     data = pb.data
-    num_elements = math.prod(shape)  # Python's integers do not overflow
-    if num_elements * dtype.itemsize != len(data):
+    num_bytes = math.prod(shape) * _ITEMSIZE[number]  # Python's integers do not overflow
+    if num_bytes != len(data):
         raise InvalidRequest(
-            f"{name}: {dtype.value}{list(shape)} takes {num_elements * dtype.itemsize} bytes, "
-            f"got {len(data)}"
+            f"{name}: {dtype.value}{list(shape)} takes {num_bytes} bytes, got {len(data)}"
         )
-    if not num_elements and math.prod(side or 1 for side in shape) > MAX_EMPTY_ELEMENTS:
+    if not num_bytes and math.prod(side or 1 for side in shape) > MAX_EMPTY_ELEMENTS:
         raise InvalidRequest(f"{name}: too large a shape for no elements: {list(shape)}")
     if dtype is DType.BOOL and data.translate(None, b"\0\1"):
         raise InvalidRequest(f"{name}: bools must be bytes 0 or 1")
