@@ -109,9 +109,8 @@ class AlreadyExists(KVServiceError):
 
 
 class CapacityError(KVServiceError):
-    """No room just now: back off for `retry_delay_s`. Raised itself where it is the server's."""
+    """No room just now: back off for `retry_delay_s`. Not raised itself."""
 
-    reason = "RESOURCE_EXHAUSTED"
     code = Code.RESOURCE_EXHAUSTED
 
 
@@ -131,6 +130,12 @@ class QuotaExceeded(CapacityError):
     """The tenant's own limit: free something."""
 
     reason = "QUOTA_EXCEEDED"
+
+
+class Overloaded(CapacityError):
+    """The server has as many calls or streams as it may: back off, or use those that are open."""
+
+    reason = "OVERLOADED"
 
 
 class Conflict(KVServiceError):

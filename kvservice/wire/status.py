@@ -32,7 +32,7 @@ _BY_CODE: Final[Mapping[int, type[KVServiceError]]] = {
     5: errors.NotFound,
     6: errors.AlreadyExists,
     7: errors.PermissionDenied,
-    8: errors.CapacityError,
+    8: errors.Overloaded,
     9: errors.Conflict,  # FAILED_PRECONDITION
     10: errors.Conflict,
     11: errors.PositionOutOfRange,
