@@ -3,6 +3,7 @@
     python .ci/proto.py generate [DIR]   write the generated code (default: into the repository)
     python .ci/proto.py compare          fail if the committed code is not what would be generated
     python .ci/proto.py lint             buf lint, format, breaking against proto/baseline.binpb
+    python .ci/proto.py build FILE       write the compiled sources, comments included
     python .ci/proto.py baseline         rewrite proto/baseline.binpb, at a release
 
 Needs `grpcio-tools` of exactly the version below (the oldest that the package supports: generated
@@ -93,11 +94,11 @@ def lint() -> None:
             buf(folder, "breaking", "--path", "kvservice", "--against", "baseline.binpb")
 
 
-def baseline() -> None:
+def build(target: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         workspace(folder)
-        buf(folder, "build", "-o", str(SOURCES / "baseline.binpb"))
+        buf(folder, "build", "-o", str(target))
 
 
 if __name__ == "__main__":
@@ -110,7 +111,9 @@ if __name__ == "__main__":
             compare()
         case ["lint"]:
             lint()
+        case ["build", target]:
+            build(Path(target).absolute())
         case ["baseline"]:
-            baseline()
+            build(SOURCES / "baseline.binpb")
         case _:
             raise SystemExit(__doc__)

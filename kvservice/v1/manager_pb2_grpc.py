@@ -247,7 +247,9 @@ class PageManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Errors: SESSION_NOT_FOUND
+        """Where a session stands: extents, epoch, stored lengths.
+
+        Errors: SESSION_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,7 +270,8 @@ class PageManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """All workers that have registered, the dead ones included.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

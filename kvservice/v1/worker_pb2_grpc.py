@@ -167,66 +167,77 @@ class PageWorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pop(self, request, context):
-        """Errors: STALE_EPOCH, CONFLICT, POSITION_OUT_OF_RANGE
+        """Cuts every layer of row r to at most `keep[r]` tokens, and frees what becomes empty.
+        Errors: STALE_EPOCH, CONFLICT, POSITION_OUT_OF_RANGE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Errors: STALE_EPOCH
+        """Drops all tokens. Rows, lease and reservation stay.
+        Errors: STALE_EPOCH
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Select(self, request, context):
-        """Errors: STALE_EPOCH, QUOTA_EXCEEDED
+        """Makes new rows out of old ones, by sharing their pages.
+        Errors: STALE_EPOCH, QUOTA_EXCEEDED
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Errors: STALE_EPOCH, ALREADY_EXISTS, POSITION_OUT_OF_RANGE, TOO_MANY_SESSIONS, QUOTA_EXCEEDED
+        """Opens a session which shares the pages of its parent, copied when one of the two writes.
+        Repeat-safe by the new session's id.
+        Errors: STALE_EPOCH, ALREADY_EXISTS, POSITION_OUT_OF_RANGE, TOO_MANY_SESSIONS, QUOTA_EXCEEDED
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Errors: STALE_EPOCH
+        """Takes a session over. An older holder gets STALE_EPOCH from then on.
+        Errors: STALE_EPOCH
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Frees sessions. Those that do not exist are skipped, so it may always be repeated.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Renews leases, as any call on a session does.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Where a session stands, as far as this worker holds it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The caller's own sessions on this worker; all of them for operators.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PageStats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """This worker's numbers. The same as its metrics'.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -1,0 +1,134 @@
+"""What a user gets: three packages in one wheel, and a client that is light to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"kvservice", "kvservice_client", "kvservice_workers"}
+HEAVY = (
+    "accelerate", "gguf", "grpc_health", "grpc_reflection", "jax", "jaxlib", "prometheus_client",
+    "ray", "rich", "safetensors", "torch", "transformers",
+)  # fmt: skip
+
+# Refuses to find the modules that are named, as where they are not installed.
+REFUSE = f"""
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HEAVY!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in an interpreter of its own, in which nothing heavy can be imported."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", REFUSE + code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the wheel and the source distribution, built offline."""
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    """Return the built wheel."""
+    (path,) = built.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_wheel_has_the_three_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    """No test, no folder of the repository ends up in everybody's site-packages."""
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == PACKAGES
+
+
+def test_wheel_has_every_module(wheel: zipfile.ZipFile) -> None:
+    """Every Python file of the three packages is in the wheel, type marker included."""
+    names = set(wheel.namelist())
+    for package, root in (
+        ("kvservice", ROOT),
+        ("kvservice_client", ROOT / "client"),
+        ("kvservice_workers", ROOT / "workers"),
+    ):
+        for path in (root / package).rglob("*.py*"):
+            if path.suffix in (".py", ".pyi"):
+                assert str(path.relative_to(root)) in names
+        assert f"{package}/py.typed" in names
+
+
+def test_wheel_requires_only_the_thin_client(wheel: zipfile.ZipFile) -> None:
+    """Without an extra nothing heavy is installed, and no extra has what has no place there."""
+    (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    required = metadata.get_all("Requires-Dist") or []
+    plain = {line.split(">")[0].strip() for line in required if "extra ==" not in line}
+    assert plain == {
+        "grpcio", "grpcio-status", "googleapis-common-protos", "protobuf", "numpy",
+    }  # fmt: skip
+    assert set(metadata.get_all("Provides-Extra") or []) == {"hf", "server", "jax", "demo", "dev"}
+    assert not any("smollm" in line or line.startswith("gguf") for line in required)
+    assert metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_wheel_has_the_command(wheel: zipfile.ZipFile) -> None:
+    """`kvservice` is installed as a command."""
+    (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
+    assert "kvservice = kvservice.cli:main" in wheel.read(name).decode()
+
+
+def test_source_distribution_builds_what_the_repository_builds(built: Path) -> None:
+    """The sources of all three packages and of the protocol are in it; no environment is."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert "proto/kvservice/v1/worker.proto" in names
+    assert "client/kvservice_client/__init__.py" in names
+    assert "workers/kvservice_workers/__init__.py" in names
+    assert not any(name.startswith(".venv") for name in names)
+
+
+def test_client_imports_without_anything_heavy() -> None:
+    """`import kvservice_client` needs none of the extras."""
+    done = python("import kvservice_client; print(kvservice_client.connect.__name__)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "connect\n"
+
+
+def test_missing_extra_is_named() -> None:
+    """What needs torch or transformers says which extra brings it, when it is first used."""
+    done = python("from kvservice_client import RemoteCache")
+    assert done.returncode != 0
+    assert "kvservice[hf]" in done.stderr
+
+
+def test_refused_modules_are_refused() -> None:
+    """The import blocker of these tests works."""
+    done = python("import torch")
+    assert "No module named 'torch'" in done.stderr
