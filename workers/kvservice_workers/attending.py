@@ -1,0 +1,389 @@
+"""One Attend call, from the caller's words to what the kernel is told. No tensors are touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.errors import (
+    Conflict,
+    GeometryMismatch,
+    InvalidRequest,
+    OutOfOrder,
+    PositionOutOfRange,
+)
+from kvservice.core.geometry import HOLE, DType, HostTensor, LayerGeometry
+from kvservice.core.session import MAX_TOKENS, AttendCall, MaskKind, RowRange, StepHeader
+from kvservice_workers.attention.batch import PagedBatch
+from kvservice_workers.padding import RowPadding
+from kvservice_workers.session_state import LayerGroup, Slots, WorkerSession
+
+
+@dataclass(frozen=True, slots=True)
+class AttendPlan:
+    """A checked call: what it stores, and from where its queries look. Per row."""
+
+    new_step: bool
+    header: StepHeader
+    window: int | None
+    geometry: LayerGeometry
+    counts: tuple[int, ...]  # tokens to store; all 0 without k and v
+    positions: tuple[int, ...]  # of the first of them
+    lengths: tuple[int, ...]  # of the layer, afterwards
+    query_counts: tuple[int, ...]
+    query_positions: tuple[int, ...]
+
+
+def plan_attend(session: WorkerSession, call: AttendCall) -> AttendPlan:
+    """Check an Attend against a session. Changes nothing.
+
+    Raises:
+        Whatever `worker.proto` lists for Attend, except OUT_OF_PAGES.
+    """
+    session.check_epoch(call.epoch)
+    new_step, header = _step_of(session, call)
+    window = session.window_of(call.layer)
+    if call.k is not None and call.v is not None:
+        geometry = _geometry_of(call.k, call.v)
+        session.check_geometry(call.layer, geometry)
+        counts = header.counts
+        if call.k.shape[0] != sum(counts):
+            raise InvalidRequest(
+                f"k and v hold {call.k.shape[0]} tokens, the step has {sum(counts)}"
+            )
+        positions = _append_positions(session, call, new_step)
+        lengths = tuple(p + n for p, n in zip(positions, counts, strict=True))
+        for row, length in enumerate(lengths):
+            session.check_bound(row, length)
+    else:
+        known = session.geometries.get(call.layer)
+        if known is None or call.layer not in session.lengths:
+            raise InvalidRequest(f"layer {call.layer} has stored nothing to attend to")
+        geometry = known
+        counts = (0,) * session.num_rows
+        lengths = positions = tuple(session.layer_lengths(call.layer))
+    query_counts = call.query_counts or header.counts
+    session.check_rows(query_counts, "query_counts")
+    query_positions = _query_positions(session, call, positions)
+    _check_tensors(call, geometry, query_counts)
+    plan = AttendPlan(
+        new_step=new_step,
+        header=header,
+        window=window,
+        geometry=geometry,
+        counts=counts,
+        positions=positions,
+        lengths=lengths,
+        query_counts=query_counts,
+        query_positions=query_positions,
+    )
+    _check_visible(session, call, plan)
+    return plan
+
+
+def padding_after(
+    session: WorkerSession, ranges: Sequence[RowRange], lengths: Sequence[int]
+) -> list[RowPadding]:
+    """Return the rows' padding with more of it marked, as far as rows reach: `lengths`.
+
+    Rows without new padding are the session's own objects.
+    """
+    padding = list(session.padding)
+    copied: set[int] = set()
+    for item in ranges:
+        if item.row not in copied:
+            padding[item.row] = padding[item.row].copy()
+            copied.add(item.row)
+        padding[item.row].mark(item.start, min(item.stop, lengths[item.row]))
+    return padding
+
+
+def check_ranges(session: WorkerSession, ranges: Sequence[RowRange]) -> None:
+    for item in ranges:
+        if not 0 <= item.row < session.num_rows:
+            raise InvalidRequest(f"padding of row {item.row}: there are {session.num_rows} rows")
+        if not 0 <= item.start < item.stop <= MAX_TOKENS:
+            raise InvalidRequest(f"padding must be a range of positions, got {item}")
+
+
+def token_slots(group: LayerGroup, positions: Sequence[int], counts: Sequence[int]) -> Slots:
+    """Return pages and offsets of rows' new tokens, one row after the other.
+
+    Tokens in holes (padding) are left out; the third array says which ones are left, or is None
+    if all are.
+    """
+    size = group.page_size
+    table = group.table_array()
+    rows = np.repeat(np.arange(len(counts)), counts)
+    where = np.concatenate(
+        [np.arange(p, p + n, dtype=np.int64) for p, n in zip(positions, counts, strict=True)]
+    )
+    return slots_at(table, size, rows, where)
+
+
+def slots_at(
+    table: npt.NDArray[np.int32],
+    page_size: int,
+    rows: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+) -> Slots:
+    """Return pages and offsets of positions; see `token_slots`."""
+    index, offsets = np.divmod(positions, page_size)
+    inside = index < table.shape[1]
+    pages = np.where(inside, table[rows, np.minimum(index, table.shape[1] - 1)], HOLE)
+    pages = pages.astype(np.int64)
+    present = pages != HOLE
+    if present.all():
+        return pages, offsets, None
+    kept = np.flatnonzero(present)
+    return pages[kept], offsets[kept], kept
+
+
+def paged_batch(
+    session: WorkerSession,
+    group: LayerGroup,
+    lengths: Sequence[int],
+    query_counts: Sequence[int],
+    query_positions: Sequence[int],
+) -> PagedBatch:
+    """Return what a kernel needs to know of the rows, with `lengths` stored."""
+    kv_stops = np.array(lengths, np.int64)
+    leading = [padding.leading for padding in session.padding]
+    starts = [
+        min(length, max(session.start_of(row), leading[row], group.evicted[row]))
+        for row, length in enumerate(lengths)
+    ]
+    bits = [
+        _bits(padding, length) for padding, length in zip(session.padding, lengths, strict=True)
+    ]
+    q_starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(query_counts, out=q_starts[1:])
+    return PagedBatch(
+        page_size=group.page_size,
+        page_tables=group.table_array(),
+        kv_starts=np.array(starts, np.int64),
+        kv_stops=kv_stops,
+        q_starts=q_starts,
+        q_positions=np.array(query_positions, np.int64),
+        chunk_origins=np.array(leading, np.int64),
+        padding=tuple(bits) if any(row is not None for row in bits) else (),
+        query_padding=_query_padding(session, query_counts, query_positions),
+    )
+
+
+def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader]:
+    """Return whether the call begins a step, and the step's header."""
+    step = session.step
+    if call.step < session.last_step or (call.step == session.last_step and step is None):
+        raise Conflict(
+            f"step {call.step} is over: the session is at step {session.last_step}",
+            step=session.last_step,
+        )
+    if step is not None and call.step == step.number:
+        if call.header is not None and call.header != step.header:
+            raise Conflict(f"step {call.step} began with another header", step=step.number)
+        return False, step.header
+    header = call.header
+    if header is None:
+        raise InvalidRequest("the first message of a step must carry its header")
+    session.check_rows(header.counts, "counts")
+    if min(header.counts) < 0:
+        raise InvalidRequest(f"counts must not be negative, got {header.counts}")
+    check_ranges(session, header.padding)
+    for evict in header.evict_before:
+        group = session.groups.get(evict.window)
+        if group is None:
+            raise InvalidRequest(f"no layer of the session has a window of {evict.window}")
+        session.check_rows(evict.positions, "evict_before")
+        for row, position in enumerate(evict.positions):
+            if not 0 <= position <= session.longest(row):
+                raise InvalidRequest(
+                    f"evict_before of row {row} must be between 0 and its length "
+                    f"{session.longest(row)}, got {position}"
+                )
+    return True, header
+
+
+def _geometry_of(k: HostTensor, v: HostTensor) -> LayerGeometry:
+    if len(k.shape) != 3 or len(v.shape) != 3:
+        raise InvalidRequest(f"k and v must be [tokens, heads, dim], got {k.shape} and {v.shape}")
+    if k.shape[:2] != v.shape[:2] or k.dtype != v.dtype:
+        raise GeometryMismatch(
+            f"k and v must agree in tokens, heads and dtype, got {k.shape} {k.dtype.value} and "
+            f"{v.shape} {v.dtype.value}"
+        )
+    return LayerGeometry(k.shape[1], k.shape[2], v.shape[2], k.dtype)
+
+
+def _append_positions(session: WorkerSession, call: AttendCall, new_step: bool) -> tuple[int, ...]:
+    """Return where the call's tokens go, which must be where the layer ends (or ended, if this is
+    a repeat of its last append)."""
+    session.check_rows(call.positions, "positions")
+    if not new_step and session.step is not None and call.layer in session.step.appended:
+        expected: Sequence[int] = session.step.appended[call.layer]
+    elif session.starts is None:
+        if min(call.positions) < 0 or max(call.positions) > MAX_TOKENS:
+            raise InvalidRequest(f"positions must be at least 0, got {call.positions}")
+        return call.positions
+    else:
+        expected = session.layer_lengths(call.layer)
+    if list(call.positions) != list(expected):
+        raise OutOfOrder(
+            f"layer {call.layer} appends at {list(call.positions)}, its lengths are "
+            f"{list(expected)}",
+            lengths=",".join(map(str, expected)),
+            layer=call.layer,
+        )
+    return call.positions
+
+
+def _query_positions(
+    session: WorkerSession, call: AttendCall, positions: tuple[int, ...]
+) -> tuple[int, ...]:
+    if call.query_positions:
+        session.check_rows(call.query_positions, "query_positions")
+        for row, position in enumerate(call.query_positions):
+            if not 0 <= position <= MAX_TOKENS:
+                raise InvalidRequest(f"query_positions of row {row}: {position} is out of range")
+        return call.query_positions
+    if call.k is None and call.mask.kind is not MaskKind.FULL:
+        raise InvalidRequest("query_positions is required without k and v, unless the mask is FULL")
+    return positions
+
+
+def _check_tensors(call: AttendCall, geometry: LayerGeometry, query_counts: Sequence[int]) -> None:
+    """Check the shapes and dtypes of q, sinks, bias and a dense mask, and the numbers beside."""
+    if min(query_counts) < 0:
+        raise InvalidRequest(f"query_counts must not be negative, got {query_counts}")
+    q = call.q
+    if len(q.shape) != 3 or q.shape[0] != sum(query_counts):
+        raise InvalidRequest(
+            f"q must be [{sum(query_counts)} tokens, heads, dim], got {list(q.shape)}"
+        )
+    num_q_heads = q.shape[1]
+    if q.dtype is not geometry.dtype or q.shape[2] != geometry.k_dim:
+        raise GeometryMismatch(
+            f"q must be of dtype {geometry.dtype.value} and dim {geometry.k_dim}, got "
+            f"{q.dtype.value} and {q.shape[2]}"
+        )
+    if num_q_heads < 1 or num_q_heads % geometry.num_kv_heads:
+        raise GeometryMismatch(
+            f"query heads must be a multiple of {geometry.num_kv_heads} KV heads, got {num_q_heads}"
+        )
+    if not math.isfinite(call.scale):
+        raise InvalidRequest(f"scale must be finite, got {call.scale}")
+    if call.softcap is not None and not (math.isfinite(call.softcap) and call.softcap > 0):
+        raise InvalidRequest(f"softcap must be finite and above 0, got {call.softcap}")
+    if call.sinks is not None:
+        if call.partial:
+            raise InvalidRequest("sinks do not go with a partial: merge them once, at the end")
+        if call.sinks.shape != (num_q_heads,) or call.sinks.dtype is not DType.FLOAT32:
+            raise InvalidRequest(f"sinks must be float32 [{num_q_heads}], got {call.sinks.shape}")
+    _check_mask(call)
+    rows = len(query_counts)
+    for name, tensor, may_be_bool in (
+        ("a dense mask", call.mask.dense, True),
+        ("bias", call.bias, False),
+    ):
+        if tensor is None:
+            continue
+        if len(set(query_counts)) > 1:
+            raise InvalidRequest(f"{name} needs the same number of queries in every row")
+        leading_ok = (
+            len(tensor.shape) == 4
+            and tensor.shape[0] in (1, rows)
+            and tensor.shape[1] in (1, num_q_heads)
+            and tensor.shape[2] == query_counts[0]
+        )
+        if not leading_ok or not (tensor.dtype.is_float or may_be_bool):
+            raise InvalidRequest(
+                f"{name} must be [{rows} or 1, {num_q_heads} or 1, {query_counts[0]}, columns], "
+                f"got {list(tensor.shape)} {tensor.dtype.value}"
+            )
+    if call.column_starts and len(call.column_starts) != rows:
+        raise InvalidRequest(f"column_starts must have {rows} entries")
+
+
+def _check_mask(call: AttendCall) -> None:
+    mask = call.mask
+    if mask.window is not None and (mask.kind is not MaskKind.CAUSAL or mask.window < 1):
+        raise InvalidRequest(f"a window must be at least 1 and causal, got {mask.window}")
+    if (mask.kind is MaskKind.CHUNK) != (mask.chunk is not None):
+        raise InvalidRequest("chunk goes with a chunk mask, and only with it")
+    if mask.chunk is not None and mask.chunk < 1:
+        raise InvalidRequest(f"chunk must be at least 1, got {mask.chunk}")
+    if (mask.kind is MaskKind.DENSE) != (mask.dense is not None):
+        raise InvalidRequest("a dense tensor goes with a dense mask, and only with it")
+
+
+def _check_visible(session: WorkerSession, call: AttendCall, plan: AttendPlan) -> None:
+    """Refuse a query that would see a position which its window has evicted."""
+    if plan.window is None:
+        return
+    group = session.groups[plan.window]
+    for row, evicted in enumerate(_evicted_after(plan, group)):
+        if not evicted or not plan.query_counts[row]:
+            continue
+        lowest = _lowest_visible(session, call, plan, row)
+        if max(lowest, session.padding[row].leading) < evicted:
+            raise PositionOutOfRange(
+                f"row {row}: a query at {plan.query_positions[row]} would see positions below "
+                f"{evicted}, which the window of {plan.window} has evicted",
+                row=row,
+                evicted=evicted,
+            )
+
+
+def _evicted_after(plan: AttendPlan, group: LayerGroup) -> Sequence[int]:
+    """Return the evicted positions of each row, with what the step's header asks for."""
+    size = group.page_size
+    for evict in plan.header.evict_before if plan.new_step else ():
+        if evict.window == plan.window:
+            return [
+                max(old, position // size * size)
+                for old, position in zip(group.evicted, evict.positions, strict=True)
+            ]
+    return group.evicted
+
+
+def _lowest_visible(session: WorkerSession, call: AttendCall, plan: AttendPlan, row: int) -> int:
+    position = plan.query_positions[row]
+    mask = call.mask
+    if call.bias is not None or mask.kind is MaskKind.DENSE:
+        return call.column_starts[row] if call.column_starts else 0
+    if mask.kind is MaskKind.CHUNK and mask.chunk is not None:
+        origin = session.padding[row].leading
+        return origin + (position - origin) // mask.chunk * mask.chunk
+    if mask.kind is MaskKind.CAUSAL and mask.window is not None:
+        return position - mask.window + 1
+    return 0
+
+
+def _bits(padding: RowPadding, length: int) -> npt.NDArray[np.uint8] | None:
+    """Return padding by position, for `length` positions; None if all of it is leading."""
+    if padding.bits is None:
+        return None
+    bits = np.zeros(max(length, len(padding.bits)), np.uint8)
+    bits[: len(padding.bits)] = np.frombuffer(padding.bits, np.uint8)
+    return bits
+
+
+def _query_padding(
+    session: WorkerSession, query_counts: Sequence[int], query_positions: Sequence[int]
+) -> npt.NDArray[np.bool_] | None:
+    """Return which queries are padding, or None if none is."""
+    parts: list[npt.NDArray[np.bool_]] = []
+    for padding, count, first in zip(session.padding, query_counts, query_positions, strict=True):
+        where = np.arange(first, first + count, dtype=np.int64)
+        mine = where < padding.leading
+        if padding.bits is not None:
+            bits = np.frombuffer(padding.bits, np.uint8)
+            known = where < len(bits)
+            mine[known] |= bits[where[known]] != 0
+        parts.append(mine)
+    joined = np.concatenate(parts)
+    return joined if joined.any() else None

@@ -1,0 +1,143 @@
+"""Providing pages before anything is written: all of what a call needs, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvservice.core.geometry import HOLE
+from kvservice_workers.padding import RowPadding
+from kvservice_workers.page_table import PageNeed
+from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.session_state import LayerGroup, WorkerSession
+
+
+@dataclass(frozen=True, slots=True)
+class RowDemand:
+    """Page indices of one row that are about to be written."""
+
+    row: int
+    indices: Sequence[int]
+
+
+@dataclass(slots=True)
+class Provision:
+    """What one call does to the page tables of a session's groups, worked out beforehand."""
+
+    session: WorkerSession
+    needs: list[tuple[LayerGroup, int, PageNeed]] = field(default_factory=list)
+    evictions: list[tuple[LayerGroup, int, int]] = field(default_factory=list)  # group, row, pages
+
+    def add_pages(self, group: LayerGroup, demands: Iterable[RowDemand]) -> None:
+        """Demand that pages can be written: present, and nobody else's."""
+        for demand in demands:
+            need = group.tables[demand.row].need(demand.indices)
+            if need.num_pages:
+                self.needs.append((group, demand.row, need))
+
+    def add_eviction(self, group: LayerGroup, row: int, num_pages: int) -> None:
+        """Demand that the first `num_pages` entries of a row become holes."""
+        if num_pages * group.page_size > group.evicted[row]:
+            self.evictions.append((group, row, num_pages))
+
+    def execute(self, pools: PoolSet, count: Callable[[int, int], None]) -> None:
+        """Evict, take pages, copy shared ones, and zero new ones that would show old contents.
+
+        Args:
+            count: Told (pages taken, pages that eviction has freed).
+
+        Raises:
+            OutOfPages: Nothing has changed.
+        """
+        if not self.needs and not self.evictions:
+            return
+        groups = {id(group): group for group, *_ in [*self.needs, *self.evictions]}
+        promises = {key: self._promise_after(group) for key, group in groups.items()}
+        self._make_room(pools, groups.values(), promises)
+        evicted = 0
+        for group, row, num_pages in self.evictions:
+            evicted += group.tables[row].evict(num_pages)
+            group.evicted[row] = num_pages * group.page_size
+            group.changed()
+        for key, group in groups.items():
+            change = promises[key] - group.promised
+            if change:
+                group.pool.pages.take(0, promise_change=change)
+                group.promised = promises[key]
+        taken = 0
+        for group, row, need in self.needs:
+            taken += need.num_pages
+            self._fill(group, row, need)
+        count(taken, evicted)
+
+    def _make_room(
+        self, pools: PoolSet, groups: Iterable[LayerGroup], promises: Mapping[int, int]
+    ) -> None:
+        totals: dict[int, tuple[Pool, int, int]] = {}
+        for group in groups:
+            pages = sum(need.num_pages for other, _, need in self.needs if other is group)
+            pages -= sum(
+                group.tables[row].count_evictable(num)
+                for other, row, num in self.evictions
+                if other is group
+            )
+            pool, sum_pages, sum_change = totals.get(id(group.pool), (group.pool, 0, 0))
+            change = promises[id(group)] - group.promised
+            totals[id(group.pool)] = (pool, sum_pages + pages, sum_change + change)
+        for pool, pages, change in totals.values():
+            pools.make_room(pool, pages, promise_change=change)
+
+    def _promise_after(self, group: LayerGroup) -> int:
+        """Return what will be promised to a group once the pages have been taken."""
+        session = self.session
+        if session.targets is None:
+            return 0
+        total = 0
+        for row, table in enumerate(group.tables):
+            needs = [need for other, r, need in self.needs if other is group and r == row]
+            indices = [index for need in needs for index in (*need.new, *need.shared)]
+            length = max([len(table.entries), *(index + 1 for index in indices)])
+            shared = (
+                bool(table.entries)
+                and group.pool.pages.is_shared(table.entries[-1])
+                and len(table.entries) - 1 not in indices
+                and length == len(table.entries)
+            )
+            total += session.row_promise(group, row, length, shared)
+        return total
+
+    def _fill(self, group: LayerGroup, row: int, need: PageNeed) -> None:
+        pages = group.pool.pages.take(need.num_pages)
+        copies = group.tables[row].provide(need, pages)
+        group.changed()
+        if copies:
+            group.pool.copy_pages(copies)
+        # A new page that some layer's length reaches into would show what a former owner left.
+        longest = self.session.longest(row)
+        stale = [
+            page
+            for index, page in zip(need.new, pages, strict=False)
+            if index * group.page_size < longest
+        ]
+        if stale:
+            group.pool.zero_pages(stale)
+
+
+def written_pages(
+    group: LayerGroup, row: int, start: int, stop: int, padding: RowPadding
+) -> RowDemand:
+    """Return the pages that tokens at positions [start, stop) go to, as of `padding`.
+
+    Pages that would hold only padding are left out.
+    """
+    size = group.page_size
+    table = group.tables[row]
+    return RowDemand(
+        row,
+        [
+            index
+            for index in range(start // size, -(-stop // size))
+            if table.page_at(index) != HOLE
+            or not padding.covers(index * size, min((index + 1) * size, stop))
+        ],
+    )

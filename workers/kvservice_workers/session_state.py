@@ -1,0 +1,272 @@
+"""What a worker knows of one session: rows, layers, page tables, padding, the step in progress."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.errors import (
+    Conflict,
+    GeometryMismatch,
+    InvalidRequest,
+    PositionOutOfRange,
+    SessionNotFound,
+    StaleEpoch,
+)
+from kvservice.core.geometry import HOLE, MAX_LAYERS, LayerGeometry, cdiv
+from kvservice.core.session import SessionSpec, StepHeader
+from kvservice_workers.attention.batch import PagedBatch
+from kvservice_workers.padding import RowPadding
+from kvservice_workers.page_table import PageTable
+from kvservice_workers.pools import Pool
+
+SessionKey = tuple[str, str]  # tenant, session id
+# Pages and offsets of tokens, and which tokens these are: None for all.
+Slots = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64] | None]
+
+
+class LayerGroup:
+    """The layers of a session that share one window, with one page table a row.
+
+    Invariants (asserted by `check`):
+      1. `evicted[row]` positions are gone at the front of a row: whole pages, never more than the
+         row's length.
+    """
+
+    def __init__(self, window: int | None, pool: Pool, num_rows: int) -> None:
+        self.window = window
+        self.pool = pool
+        self.tables = [PageTable(pool.pages) for _ in range(num_rows)]
+        self.evicted = [0] * num_rows
+        self.promised = 0  # pages
+        self.version = 0  # changes whenever a table does
+        self._array: npt.NDArray[np.int32] | None = None
+        self._array_version = -1
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.pages.page_size
+
+    def table_array(self) -> npt.NDArray[np.int32]:
+        """Return i32[num_rows, max_pages] of all tables, HOLE behind each one's end."""
+        if self._array is None or self._array_version != self.version:
+            width = max((len(table.entries) for table in self.tables), default=0)
+            array = np.full((len(self.tables), max(1, width)), HOLE, np.int32)
+            for row, table in enumerate(self.tables):
+                array[row, : len(table.entries)] = table.entries
+            self._array, self._array_version = array, self.version
+        return self._array
+
+    def changed(self) -> None:
+        """Note that a table has changed."""
+        self.version += 1
+
+    def check(self) -> None:
+        for table, evicted in zip(self.tables, self.evicted, strict=True):
+            table.check()
+            assert evicted % self.page_size == 0, "part of a page is evicted"
+            gone = table.entries[: evicted // self.page_size]
+            assert all(page == HOLE for page in gone), "an evicted page is still listed"
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass in progress: what its layers share, and what has arrived of it."""
+
+    number: int
+    header: StepHeader
+    # Where pages have been provided for, in all groups: positions of the first new tokens.
+    positions: tuple[int, ...]
+    # Layer -> positions of what it has appended in this step.
+    appended: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # Derived values that layers share, by what they depend on.
+    slots: dict[Hashable, Slots] = field(default_factory=dict)
+    batches: dict[Hashable, PagedBatch] = field(default_factory=dict)
+
+
+class WorkerSession:
+    """One session, or the extent of one, on this worker. Its lock is held by whoever uses it.
+
+    Lengths are positions: one past the newest stored token. A layer that has stored nothing is at
+    the extent's start.
+
+    Invariants (asserted by `check`):
+      1. Every layer's length of a row is at least the row's start.
+      2. The groups' invariants, and those of tables and padding.
+      3. `promised` of each group is what `promise_of` says, or more (pages may have stopped
+         being shared).
+    """
+
+    def __init__(self, key: SessionKey, spec: SessionSpec, origin: Hashable) -> None:
+        self.key = key
+        self.spec = spec
+        self.origin = origin  # the request that opened it, to recognise a repeat
+        self.lock = threading.RLock()
+        self.closed = False
+        self.epoch = 1
+        self.last_change: Hashable = None
+        self.last_step = 0
+        self.step: Step | None = None
+        self.begins_at_zero = False  # rather than where another worker's extent ends
+        self.starts: list[int] | None = None
+        self.lengths: dict[int, list[int]] = {}  # by layer
+        self.geometries: dict[int, LayerGeometry] = {}  # by layer, once known
+        self.groups: dict[int | None, LayerGroup] = {}  # by window
+        self.padding = [RowPadding() for _ in range(spec.num_rows)]
+        self.targets: list[int] | None = None  # lengths for which room is promised
+        self.ttl_s = spec.ttl_s
+        for layer, stated in enumerate(spec.layers):
+            if stated.geometry is not None:
+                self.geometries[layer] = stated.geometry
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.padding)
+
+    # -- reading
+
+    def window_of(self, layer: int) -> int | None:
+        """Return a layer's window.
+
+        Raises:
+            InvalidRequest: The session does not have this layer.
+        """
+        layers = self.spec.layers
+        limit = len(layers) if self.spec.states_geometry else MAX_LAYERS
+        if not 0 <= layer < limit:
+            raise InvalidRequest(f"layer must be between 0 and {limit - 1}, got {layer}")
+        return layers[layer].window if layer < len(layers) else None
+
+    def arena_index(self, layer: int) -> int:
+        """Return which of its pool's arenas is the layer's."""
+        if not self.spec.states_geometry:
+            return layer
+        window = self.spec.layers[layer].window
+        return sum(other.window == window for other in self.spec.layers[:layer])
+
+    def start_of(self, row: int) -> int:
+        return self.starts[row] if self.starts is not None else 0
+
+    def layer_lengths(self, layer: int) -> Sequence[int]:
+        """Return the layer's length of each row."""
+        lengths = self.lengths.get(layer)
+        if lengths is not None:
+            return lengths
+        return self.starts if self.starts is not None else [0] * self.num_rows
+
+    def longest(self, row: int) -> int:
+        """Return the length of the row's longest layer."""
+        return max((lengths[row] for lengths in self.lengths.values()), default=self.start_of(row))
+
+    def longest_of_all(self) -> list[int]:
+        return [self.longest(row) for row in range(self.num_rows)]
+
+    def promise_of(self, group: LayerGroup) -> int:
+        """Return how many pages are promised to a group now."""
+        if self.targets is None:
+            return 0
+        return sum(
+            self.row_promise(
+                group,
+                row,
+                len(table.entries),
+                bool(table.entries) and group.pool.pages.is_shared(table.entries[-1]),
+            )
+            for row, table in enumerate(group.tables)
+        )
+
+    def row_promise(self, group: LayerGroup, row: int, num_entries: int, tail_shared: bool) -> int:
+        """Return the pages promised to a row with a table of `num_entries` entries.
+
+        One more while the last page is shared, so that copy-on-write cannot fail.
+        """
+        if self.targets is None:
+            return 0
+        reached = max(num_entries, self.start_of(row) // group.page_size)
+        pages = cdiv(self.targets[row], group.page_size) - reached
+        return max(0, pages) + (1 if tail_shared else 0)
+
+    # -- checks of a caller's picture
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise session_not_found()
+
+    def check_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpoch(
+                f"the session is at epoch {self.epoch}, the call at {epoch}",
+                epoch=self.epoch,
+            )
+
+    def check_rows(self, values: Sequence[int], name: str) -> None:
+        if len(values) != self.num_rows:
+            raise InvalidRequest(
+                f"{name} must have one entry for each of {self.num_rows} rows, got {len(values)}"
+            )
+
+    def check_lengths(self, expected: Sequence[int]) -> None:
+        self.check_rows(expected, "expected_lengths")
+        stored = self.longest_of_all()
+        if list(expected) != stored:
+            raise Conflict(
+                f"expected_lengths are {list(expected)}, stored are {stored}",
+                lengths=",".join(map(str, stored)),
+            )
+
+    def check_bound(self, row: int, length: int) -> None:
+        bound = self.spec.max_tokens
+        if bound is not None and length > bound:
+            raise PositionOutOfRange(
+                f"row {row} would have {length} tokens, the session's bound is {bound}",
+                row=row,
+                length=length,
+                max_tokens=bound,
+            )
+
+    def check_geometry(self, layer: int, geometry: LayerGeometry) -> None:
+        known = self.geometries.get(layer)
+        if known is not None and known != geometry:
+            raise GeometryMismatch(f"layer {layer} has {known}, got {geometry}", layer=layer)
+
+    def check_visible_after_cut(self, group: LayerGroup, row: int, keep: int) -> None:
+        """Refuse a cut after which the next query could see an evicted position."""
+        evicted = group.evicted[row]
+        if group.window is None or not evicted:
+            return
+        if min(evicted, keep) > max(0, keep - group.window + 1):
+            raise PositionOutOfRange(
+                f"row {row} cut to {keep} tokens would see positions below {evicted}, which its "
+                f"window of {group.window} has evicted",
+                row=row,
+                keep=keep,
+                evicted=evicted,
+            )
+
+    def begin_epoch(self, change: Hashable) -> None:
+        """Count a structural change. The step in progress, if any, is over."""
+        self.epoch += 1
+        self.last_change = change
+        self.step = None
+
+    def check(self) -> None:
+        for lengths in self.lengths.values():
+            for row, length in enumerate(lengths):
+                assert length >= self.start_of(row), "a layer ends before the extent starts"
+        for padding in self.padding:
+            padding.check()
+        for group in self.groups.values():
+            group.check()
+            assert group.promised >= self.promise_of(group), "promised too little"
+            for row, table in enumerate(group.tables):
+                pages = cdiv(self.longest(row), group.page_size)
+                assert len(table.entries) <= pages, "pages beyond the row's end"
+
+
+def session_not_found() -> SessionNotFound:
+    """Return the one error for sessions that never were, have ended, or are another tenant's."""
+    return SessionNotFound("no such session: it was never opened, was released, or has expired")
