@@ -1,0 +1,133 @@
+"""When to ask again, and when to give up."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvservice.clock import Clock
+from kvservice.core.errors import DeadlineExceeded, Draining, Unavailable
+
+T = TypeVar("T")
+Attempt = Callable[[float], T]
+"""Makes one try, within the given seconds. Every try sends the same bytes."""
+
+
+class Random(Protocol):
+    """What we need of `random.Random`."""
+
+    def uniform(self, a: float, b: float, /) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long to wait before a try: exponential from `first_delay_s` to `max_delay_s`.
+
+    Each delay is drawn evenly from (1 - jitter) of it to all of it, so that clients that lost the
+    same server do not come back as one.
+    """
+
+    first_delay_s: float = 0.02
+    factor: float = 2.0
+    max_delay_s: float = 0.5
+    jitter: float = 0.5
+
+    def delay_s(self, num_failures: int, rng: Random) -> float:
+        """Return the delay after this many failures, at least 1."""
+        full = min(self.max_delay_s, self.first_delay_s * self.factor ** (num_failures - 1))
+        return rng.uniform(full * (1.0 - self.jitter), full)
+
+
+class ServerDead(Exception):
+    """Nobody has answered for the whole detection time. Never leaves the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """When a server counts as dead.
+
+    Fields:
+        dead_after_s: Seconds without an answer, failed tries at the start and the end of them.
+        silence_s: What of a failed try counts, at most: a call may have been at work for long
+            before the connection broke, and that says nothing about the server now.
+    """
+
+    dead_after_s: float
+    silence_s: float
+
+
+class Retrier:
+    """Repeats what may be repeated, as long as it can help. Thread-safe.
+
+    UNAVAILABLE is tried again (but not DRAINING, which is an answer); every other error is the
+    caller's at once. `close` ends all waiting.
+    """
+
+    def __init__(self, clock: Clock, rng: Random | None = None, policy: RetryPolicy | None = None):
+        self._clock = clock
+        self._rng: Random = rng if rng is not None else random.Random()
+        self._policy = policy if policy is not None else RetryPolicy()
+        self._closed = threading.Event()
+
+    def run(self, attempt: Attempt[T], timeout_s: float, detection: Detection | None = None) -> T:
+        """Return what `attempt` returns, trying again while nobody answers.
+
+        Args:
+            timeout_s: For all tries together.
+            detection: When to give up before that. None: never.
+
+        Raises:
+            ServerDead: Nobody has answered for the detection time.
+            Unavailable: Nobody has answered within `timeout_s`.
+            DeadlineExceeded: The answer to the only try did not come in time.
+        """
+        start = self._clock.monotonic()
+        deadline = start + timeout_s
+        tries = _Tries(detection)
+        while True:
+            began = self._clock.monotonic()
+            # Once a try has failed, a hanging one says no more than a failing one.
+            remaining_s = max(0.001, min(deadline, tries.give_up_at) - began)
+            try:
+                return attempt(remaining_s)
+            except Draining:
+                raise
+            except Unavailable as error:
+                failure: Unavailable | DeadlineExceeded = error
+            except DeadlineExceeded as error:
+                if not tries.num_failures:
+                    raise
+                failure = error
+            now = self._clock.monotonic()
+            tries.failed(began, now)
+            if tries.num_failures > 1 and now >= tries.give_up_at:
+                raise ServerDead(str(failure)) from failure
+            delay_s = self._policy.delay_s(tries.num_failures, self._rng)
+            if now + delay_s >= deadline or self._clock.wait(self._closed, delay_s):
+                raise _as_unavailable(failure, timeout_s) from failure
+
+    def close(self) -> None:
+        """End all waiting: what is being retried fails with what it failed with last."""
+        self._closed.set()
+
+
+class _Tries:
+    def __init__(self, detection: Detection | None) -> None:
+        self._detection = detection
+        self.num_failures = 0
+        self.give_up_at = float("inf")
+
+    def failed(self, began: float, now: float) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1 and self._detection is not None:
+            dead_since = max(began, now - self._detection.silence_s)
+            self.give_up_at = dead_since + self._detection.dead_after_s
+
+
+def _as_unavailable(failure: Unavailable | DeadlineExceeded, timeout_s: float) -> Unavailable:
+    if isinstance(failure, Unavailable):
+        return failure
+    return Unavailable(f"nobody has answered within {timeout_s:g} s: {failure}")
