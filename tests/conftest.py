@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_home] = home = tempfile.mkdtemp(prefix="kvservice-tests-")
     # Converted models are worth keeping between runs; all else goes to a home that is removed.
     os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
-    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+    for name in ("KVSERVICE_RUN_DIR", "XDG_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
         os.environ.pop(name, None)
     os.environ["HOME"] = home
     # Ray would else turn authentication on by a token in the home, and report usage.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -88,7 +89,7 @@ def test_wheel_requires_only_the_thin_client(wheel: zipfile.ZipFile) -> None:
     (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
     metadata = Parser().parsestr(wheel.read(name).decode())
     required = metadata.get_all("Requires-Dist") or []
-    plain = {line.split(">")[0].strip() for line in required if "extra ==" not in line}
+    plain = {re.split("[<>=~!; ]", line)[0] for line in required if "extra ==" not in line}
     assert plain == {
         "grpcio", "grpcio-status", "googleapis-common-protos", "protobuf", "numpy",
     }  # fmt: skip
@@ -126,6 +127,13 @@ def test_missing_extra_is_named() -> None:
     done = python("from kvservice_client import RemoteCache")
     assert done.returncode != 0
     assert "kvservice[hf]" in done.stderr
+
+
+def test_command_starts_without_anything_heavy() -> None:
+    """With the client alone, the command explains itself."""
+    done = python("from kvservice.cli import main; main(['--version'])")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("kvservice ")
 
 
 def test_refused_modules_are_refused() -> None:
