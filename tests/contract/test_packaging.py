@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"kvservice", "kvservice_client", "kvservice_workers"}
@@ -113,6 +117,21 @@ def test_source_distribution_builds_what_the_repository_builds(built: Path) -> N
     assert "client/kvservice_client/__init__.py" in names
     assert "workers/kvservice_workers/__init__.py" in names
     assert not any(name.startswith(".venv") for name in names)
+
+
+def test_constraints_pin_what_we_require() -> None:
+    """constraints.txt has one exact version, within the published range, of each requirement."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
+    assert len(versions) == len(pins)
+    assert all(version.startswith("==") and "+" not in version for version in versions.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    for required in map(Requirement, ours):
+        if required.name != "kvservice":
+            version = versions[canonicalize_name(required.name)].removeprefix("==")
+            assert required.specifier.contains(version), required
 
 
 def test_client_imports_without_anything_heavy() -> None:

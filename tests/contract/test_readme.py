@@ -1,0 +1,94 @@
+"""The README's examples run as they stand, and its commands and options exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvservice import __version__, config
+from kvservice.demo import model
+from tests.programs import needs_model
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def example(heading: str) -> str:
+    """Return the Python code under a heading."""
+    section = README.split(f"\n## {heading}\n", 1)[1]
+    return section.split("```python\n", 1)[1].split("```", 1)[0]
+
+
+def run(*arguments: str) -> str:
+    """Run an interpreter of its own, in which warnings are errors, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_loop_example_runs() -> None:
+    """The example of a plain loop prints the shape and lengths that it must."""
+    printed = run("-c", example("With a loop of your own"))
+    assert printed == "torch.Size([2, 8, 1, 64]) (15, 15) (20, 20)\n"
+
+
+@needs_model
+def test_transformers_example_runs() -> None:
+    """The example for transformers answers, with the model of that name from this machine.
+
+    Nothing but the name is replaced, since nothing is downloaded here.
+    """
+    code = example("With a transformers model")
+    assert code.count(EXAMPLE_MODEL) == 1
+    folder = model.find_converted(config.cache_directory()) or model.convert(
+        config.cache_directory()
+    )
+    printed = run("-c", code.replace(EXAMPLE_MODEL, str(folder)))
+    assert printed.startswith("The capital of France is Paris")
+
+
+def test_examples_are_short() -> None:
+    """About ten lines each, as a first example should be."""
+    for heading in ("With a transformers model", "With a loop of your own"):
+        lines = [line for line in example(heading).splitlines() if line.strip()]
+        assert len(lines) <= 12
+
+
+def documented_commands() -> dict[str, str]:
+    """Return subcommand -> its row of the table of commands."""
+    section = README.split("\n## The command\n", 1)[1].split("\n## ", 1)[0]
+    return {m[1]: m[0] for m in re.finditer(r"(?m)^\| `kvservice ([a-z]+).*$", section)}
+
+
+def test_commands_are_all_documented() -> None:
+    """The README's table has exactly the subcommands that the command has."""
+    printed = run("-m", "kvservice", "--help")
+    choices = re.search(r"\{([a-z,-]+)\}", printed)
+    assert choices
+    assert set(choices[1].split(",")) == set(documented_commands())
+
+
+@pytest.mark.parametrize("command", sorted(documented_commands()))
+def test_options_exist(command: str) -> None:
+    """Every option that the README shows for a subcommand is in its help."""
+    printed = run("-m", "kvservice", command, "--help")
+    for option in re.findall(r"--[a-z-]+", documented_commands()[command]):
+        assert re.search(rf"{option}\b", printed), option
+
+
+def test_version_is_the_packages() -> None:
+    """The command and the package agree about the version."""
+
+    assert run("-m", "kvservice", "--version").split()[-1] == __version__
