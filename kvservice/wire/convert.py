@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Final
 
 from google.protobuf import duration_pb2
 
 from kvservice.core import session as core
+from kvservice.core.directory import SessionKey, WorkerRecord, WorkerState, WorkerView
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.geometry import (
     DEFAULT_PAGE_SIZE,
@@ -22,8 +24,11 @@ from kvservice.core.geometry import (
     LayerGeometry,
     LayerSpec,
 )
-from kvservice.v1 import types_pb2
+from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire.tensors import dtype_from_pb, dtype_to_pb
+
+DEFAULT_LIST_SIZE: Final = 100
+MAX_LIST_SIZE: Final = 1000
 
 session_id_from_pb = lru_cache(maxsize=4096)(core.check_session_id)
 """`check_session_id`, remembering the valid ones: it is asked on every call."""
@@ -52,6 +57,13 @@ def session_ids_from_pb(values: Iterable[str]) -> list[str]:
     if not 1 <= len(ids) <= 10_000:
         raise InvalidRequest(f"session_ids must be 1 to 10000, got {len(ids)}")
     return [session_id_from_pb(value) for value in ids]
+
+
+def list_size_from_pb(pb: types_pb2.ListSessionsRequest) -> int:
+    """Return how many sessions a list may have."""
+    if not 0 <= pb.page_size <= MAX_LIST_SIZE:
+        raise InvalidRequest(f"page_size must be 1 to {MAX_LIST_SIZE}, got {pb.page_size}")
+    return pb.page_size or DEFAULT_LIST_SIZE
 
 
 # Durations
@@ -243,3 +255,74 @@ def _pool_from_pb(pb: types_pb2.PoolStats) -> core.PoolStats:
 
 def _counts_to_pb(counts: dict[str, int]) -> list[types_pb2.ReasonCount]:
     return [types_pb2.ReasonCount(reason=name, count=count) for name, count in counts.items()]
+
+
+# What workers and the manager tell each other of themselves
+
+_STATE_TO_PB: Final = {
+    WorkerState.ALIVE: manager_pb2.WORKER_STATE_ALIVE,
+    WorkerState.SUSPECT: manager_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.DEAD: manager_pb2.WORKER_STATE_DEAD,
+    WorkerState.DRAINING: manager_pb2.WORKER_STATE_DRAINING,
+}
+
+
+def record_from_pb(pb: manager_pb2.WorkerInfo) -> WorkerRecord:
+    """Return what a heartbeat says of its worker."""
+    for name in ("worker_id", "incarnation", "address"):
+        if not getattr(pb, name):
+            raise InvalidRequest(f"worker.{name} is missing")
+    return WorkerRecord(
+        worker_id=pb.worker_id,
+        incarnation=pb.incarnation,
+        address=pb.address,
+        device=pb.device,
+        budget_bytes=pb.budget_bytes,
+        free_bytes=pb.free_bytes,
+        draining=pb.state == manager_pb2.WORKER_STATE_DRAINING,
+        metrics_address=pb.metrics_address,
+    )
+
+
+def view_to_pb(view: WorkerView) -> manager_pb2.WorkerInfo:
+    record = view.record
+    return manager_pb2.WorkerInfo(
+        worker_id=record.worker_id,
+        incarnation=record.incarnation,
+        address=record.address,
+        device=record.device,
+        budget_bytes=record.budget_bytes,
+        free_bytes=record.free_bytes,
+        session_count=view.num_sessions,
+        state=_STATE_TO_PB[view.state],
+        metrics_address=record.metrics_address,
+    )
+
+
+def record_to_pb(stats: core.WorkerStats, metrics_address: str) -> manager_pb2.WorkerInfo:
+    """Return what a worker says of itself in a heartbeat."""
+    promised = sum(pool.reserved_pages * pool.page_bytes for pool in stats.pools)
+    draining = manager_pb2.WORKER_STATE_DRAINING
+    return manager_pb2.WorkerInfo(
+        worker_id=stats.worker_id,
+        incarnation=stats.incarnation,
+        address=stats.address,
+        device=stats.device,
+        budget_bytes=stats.budget_bytes,
+        free_bytes=max(0, stats.budget_bytes - stats.used_bytes - promised),
+        session_count=stats.num_sessions,
+        state=draining if stats.draining else manager_pb2.WORKER_STATE_ALIVE,
+        metrics_address=metrics_address,
+    )
+
+
+def report_from_pb(pb: manager_pb2.SessionReport) -> tuple[SessionKey, float]:
+    """Return key and ttl of a session that a worker reports."""
+    return (pb.tenant, pb.session.session_id), seconds_from_pb(pb.session.spec.ttl, "ttl")
+
+
+def report_to_pb(tenant: str, info: core.SessionInfo) -> manager_pb2.SessionReport:
+    """Return a session as a heartbeat reports it: what the directory keeps, and no more."""
+    spec = types_pb2.SessionSpec(row_count=info.spec.num_rows, ttl=seconds_to_pb(info.spec.ttl_s))
+    session = types_pb2.Session(session_id=info.session_id, epoch=info.epoch, spec=spec)
+    return manager_pb2.SessionReport(tenant=tenant, session=session)

@@ -1,0 +1,118 @@
+"""One session out of what each of its workers says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvservice.core.errors import Conflict, PagesLost
+from kvservice.core.session import Extent, SessionInfo
+
+
+def merge_sessions(infos: Sequence[SessionInfo]) -> SessionInfo:
+    """Return the session whose parts `infos` are, one for each worker that holds it.
+
+    Extents come in position order, the tail last. Those that hold nothing, and could not take the
+    next token, come before all others. A layer's length reaches as far as its tokens follow each
+    other without a gap.
+
+    Args:
+        infos: At least one, of one session; each with one extent.
+
+    Raises:
+        Conflict: The workers are at different epochs: a structural change is half done, and must
+            be repeated until all have it.
+        PagesLost: Tokens are missing between two extents, or before the first.
+    """
+    epochs = sorted({info.epoch for info in infos})
+    if len(epochs) > 1:
+        raise Conflict(
+            f"a change is half done, the session's workers are at epochs {epochs}: repeat it",
+            epochs=",".join(map(str, epochs)),
+        )
+    merged = join_parts(infos)
+    gap = find_gap(merged.extents)
+    if gap is not None:
+        raise pages_lost(gap)
+    return merged
+
+
+def join_parts(infos: Sequence[SessionInfo]) -> SessionInfo:
+    """As `merge_sessions`, without the checks: of a half-done change, what the newest parts say."""
+    epoch = max(info.epoch for info in infos)
+    ordered = in_order([info for info in infos if info.epoch == epoch])
+    num_layers = max(len(info.lengths) for info in ordered)
+    return replace(
+        # The one with the reservation: extents that were added later have none.
+        max(ordered, key=lambda info: info.spec.reserve_tokens or 0),
+        step=max(info.step for info in ordered),
+        extents=tuple(info.extents[0] for info in ordered),
+        lengths=tuple(_layer_lengths(ordered, layer) for layer in range(num_layers)),
+    )
+
+
+def in_order(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
+    """Return the parts of a session in position order, the tail last."""
+    longest = row_lengths([info.extents[0] for info in infos])
+
+    def key(info: SessionInfo) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+        extent = info.extents[0]
+        # Empty, but where the next token goes: an extent that has just been opened.
+        fresh = bool(extent.starts) and extent.starts == longest
+        return (fresh or not is_empty(extent), extent.starts, extent.stops)
+
+    return sorted(infos, key=key)
+
+
+def is_empty(extent: Extent) -> bool:
+    """Whether nothing is stored in the extent."""
+    return extent.starts == extent.stops
+
+
+def row_lengths(extents: Sequence[Extent]) -> tuple[int, ...]:
+    """Return the length of each row's longest layer; nothing if no extent has a start."""
+    stops = [extent.stops for extent in extents if extent.stops]
+    return tuple(max(column) for column in zip(*stops, strict=True))
+
+
+def find_gap(ordered: Sequence[Extent]) -> int | None:
+    """Return the lowest position that is missing before a stored one; None if none is."""
+    reached: dict[int, int] = {}
+    gaps: list[int] = []
+    for extent in ordered:
+        for row, (start, stop) in enumerate(zip(extent.starts, extent.stops, strict=True)):
+            if start < stop:
+                if start > reached.get(row, 0):
+                    gaps.append(reached.get(row, 0))
+                reached[row] = max(reached.get(row, 0), stop)
+    return min(gaps, default=None)
+
+
+def first_missing(ordered: Sequence[Extent]) -> int:
+    """Return the first position that some row does not have: a gap's, or where the row ends."""
+    shortest = min(row_lengths(ordered), default=0)
+    gap = find_gap(ordered)
+    return shortest if gap is None else min(gap, shortest)
+
+
+def pages_lost(from_position: int) -> PagesLost:
+    """Return the error for tokens that went with their worker."""
+    return PagesLost(
+        f"a worker of this session is gone, and its tokens from position {from_position} with it",
+        from_position=from_position,
+    )
+
+
+def _layer_lengths(ordered: Sequence[SessionInfo], layer: int) -> tuple[int, ...]:
+    lengths: list[int] = []
+    for info in ordered:
+        starts = info.extents[0].starts
+        if not starts:
+            continue
+        stored = info.lengths[layer] if layer < len(info.lengths) else starts
+        lengths = lengths or [0] * len(starts)
+        for row, (start, stop) in enumerate(zip(starts, stored, strict=True)):
+            # A layer that fell behind before this extent began ends where it fell behind.
+            if start <= lengths[row]:
+                lengths[row] = max(lengths[row], stop)
+    return tuple(lengths)

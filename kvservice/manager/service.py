@@ -1,0 +1,335 @@
+"""`PageManagerService` on protobuf messages, by forwarding to the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from kvservice.clock import Clock
+from kvservice.core.caller import Caller
+from kvservice.core.directory import WorkerView
+from kvservice.core.errors import (
+    Conflict,
+    InvalidRequest,
+    KVServiceError,
+    PositionOutOfRange,
+    Unavailable,
+    Unimplemented,
+)
+from kvservice.core.extents import join_parts, merge_sessions, row_lengths
+from kvservice.core.session import SessionInfo
+from kvservice.manager import growth
+from kvservice.manager.routes import Part, Routes, WorkerHandle, copy_of, merged
+from kvservice.v1 import manager_pb2, types_pb2
+from kvservice.wire import convert
+from kvservice.wire.convert import (
+    at_least_one,
+    not_negative,
+    session_from_pb,
+    session_id_from_pb,
+    session_to_pb,
+)
+
+SETTLE_S: Final = 3.0
+
+
+class PageManager:
+    """One method per RPC: `(request, caller) -> response`, raising errors of the tree.
+
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], WorkerHandle],
+        *,
+        clock: Clock,
+        incarnation: str,
+        workers_expected: int = 0,
+        forward_timeout_s: float = 5.0,
+    ) -> None:
+        """
+        Args:
+            connect: Makes the handle of the worker at an address. Must not block.
+            incarnation: One life of this manager.
+            workers_expected: Until so many have registered, or `SETTLE_S` are over, nothing is
+                opened: a repeated Allocate might else end up on a second worker.
+            forward_timeout_s: Deadline of each call on a worker.
+        """
+        self.incarnation = incarnation
+        self.workers_expected = workers_expected
+        self._clock = clock
+        self._settled_at = clock.monotonic() + SETTLE_S
+        self._routes = Routes(connect, clock=clock, timeout_s=forward_timeout_s)
+
+    def close(self) -> None:
+        """End the threads and the connections. Calls in progress may fail."""
+        self._routes.close()
+
+    # Opening and growing
+
+    def allocate(
+        self, request: types_pb2.AllocateRequest, caller: Caller
+    ) -> types_pb2.AllocateResponse:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        if request.extent_starts or request.epoch:
+            raise InvalidRequest("extent_starts and epoch are for workers only")
+        if not request.HasField("spec"):
+            raise InvalidRequest("spec is missing")
+        spec = convert.spec_from_pb(request.spec)
+        if spec.replicas > 1:
+            raise Unimplemented("replicas above 1 are not implemented")
+        self._check_settled()
+        with self._routes.one_at_a_time(key):
+            parts = growth.open_session(self._routes, key, spec, caller)
+        return types_pb2.AllocateResponse(session=merged(parts))
+
+    def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        at_least_one(request.epoch, "epoch")
+        at_least_one(request.token_count, "token_count")
+        not_negative(request.expected_lengths, "expected_lengths")
+        with self._routes.one_at_a_time(key):
+            info = growth.grow(self._routes, key, request, caller)
+        return types_pb2.AppendResponse(session=session_to_pb(info))
+
+    def fork(self, request: types_pb2.ForkRequest, caller: Caller) -> types_pb2.ForkResponse:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        child = (caller.tenant, session_id_from_pb(request.new_session_id))
+        with self._routes.one_at_a_time(child):
+            parts = self._routes.parts(key, caller)
+            parent = merge_sessions([part.info for part in parts])
+            shortest = min(row_lengths(parent.extents), default=0)
+            if request.token_count > shortest and request.epoch == parent.epoch:
+                raise PositionOutOfRange(
+                    f"the shortest row has {shortest} tokens, {request.token_count} were asked for",
+                    length=shortest,
+                )
+            forwarded = copy_of(request, clip=len(parts) > 1)
+            forked: list[Part] = []
+            for part in parts:
+                try:
+                    answer = self._routes.ask(part.worker_id, "Fork", forwarded, caller)
+                except KVServiceError:
+                    self._routes.undo(child[1], forked, caller)
+                    raise
+                forked.append(Part(part.worker_id, session_from_pb(answer.session)))
+            self._routes.note(child, forked, settle=True)
+        return types_pb2.ForkResponse(session=merged(forked))
+
+    # Structural changes
+
+    def pop(self, request: types_pb2.PopRequest, caller: Caller) -> types_pb2.PopResponse:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        at_least_one(request.epoch, "epoch")
+        keep = not_negative(request.keep, "keep")
+        expected = not_negative(request.expected_lengths, "expected_lengths")
+        parts = self._routes.parts(key, caller, keep_at_most=max(keep, default=0))
+        # A worker that has the change already does not look at what was expected.
+        half_done = any(part.info.epoch != request.epoch for part in parts)
+        if not half_done and not self._routes.is_incomplete(key, parts):
+            _check_lengths(parts, expected)
+        requests = {
+            part.worker_id: copy_of(request, expected_lengths=_own_lengths(part)) for part in parts
+        }
+        return types_pb2.PopResponse(session=self._change("Pop", requests, caller))
+
+    def reset(self, request: types_pb2.ResetRequest, caller: Caller) -> types_pb2.ResetResponse:
+        requests = self._same_for_all(request, caller, keep_at_most=0)
+        return types_pb2.ResetResponse(session=self._change("Reset", requests, caller))
+
+    def select(self, request: types_pb2.SelectRequest, caller: Caller) -> types_pb2.SelectResponse:
+        if not request.rows:
+            raise InvalidRequest("rows must name at least one row")
+        requests = self._same_for_all(request, caller)
+        return types_pb2.SelectResponse(session=self._change("Select", requests, caller))
+
+    def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        parts = self._routes.parts(key, caller)
+        epoch = min(part.info.epoch for part in parts)
+        if request.HasField("epoch"):
+            epoch = at_least_one(request.epoch, "epoch")
+        # Explicitly from one epoch, so that a repeat is told. Workers that are ahead come first:
+        # if it was another change than Attach that has put them there, they refuse.
+        parts.sort(key=lambda part: -part.info.epoch)
+        taken: list[Part] = []
+        for part in parts:
+            forwarded = copy_of(request, epoch=epoch)
+            answer = self._routes.ask(part.worker_id, "Attach", forwarded, caller)
+            taken.append(Part(part.worker_id, session_from_pb(answer.session)))
+        return types_pb2.AttachResponse(session=merged(taken))
+
+    def _same_for_all(
+        self, request: Any, caller: Caller, *, keep_at_most: int | None = None
+    ) -> dict[str, Any]:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        at_least_one(request.epoch, "epoch")
+        parts = self._routes.parts(key, caller, keep_at_most=keep_at_most)
+        return {part.worker_id: request for part in parts}
+
+    def _change(
+        self, method: str, requests: Mapping[str, Any], caller: Caller
+    ) -> types_pb2.Session:
+        """Make a structural change on all workers: first all check it, then all get it.
+
+        What fails on the way is rolled forward by whoever repeats it.
+        """
+        if len(requests) > 1:
+            for worker_id, request in requests.items():
+                self._routes.ask(worker_id, method, copy_of(request, check_only=True), caller)
+        parts: list[Part] = []
+        for worker_id, request in requests.items():
+            answer = self._routes.ask(worker_id, method, request, caller)
+            parts.append(Part(worker_id, session_from_pb(answer.session)))
+        return merged(parts)
+
+    # Leases and ends
+
+    def release(
+        self, request: types_pb2.ReleaseRequest, caller: Caller
+    ) -> types_pb2.ReleaseResponse:
+        ids = convert.session_ids_from_pb(request.session_ids)
+        released = 0
+        for worker_id, mine in self._by_worker(ids, caller).items():
+            asked = types_pb2.ReleaseRequest(session_ids=mine)
+            released += self._routes.ask(worker_id, "Release", asked, caller).released_count
+            for session_id in mine:
+                self._routes.end((caller.tenant, session_id), worker_id)
+        self._routes.settle((caller.tenant, session_id) for session_id in ids)
+        return types_pb2.ReleaseResponse(released_count=min(released, len(ids)))
+
+    def renew_lease(
+        self, request: types_pb2.RenewLeaseRequest, caller: Caller
+    ) -> types_pb2.RenewLeaseResponse:
+        ids = convert.session_ids_from_pb(request.session_ids)
+        missing = set(ids)
+        for worker_id, mine in self._by_worker(ids, caller).items():
+            asked = types_pb2.RenewLeaseRequest(session_ids=mine)
+            answer = self._routes.ask(worker_id, "RenewLease", asked, caller)
+            missing -= set(mine) - set(answer.missing_session_ids)
+        still_missing = [session_id for session_id in ids if session_id in missing]
+        return types_pb2.RenewLeaseResponse(missing_session_ids=still_missing)
+
+    def _by_worker(self, session_ids: Iterable[str], caller: Caller) -> dict[str, list[str]]:
+        """Return which sessions each worker is to be asked about; unknown ones, all workers."""
+        reachable = self._routes.reachable()
+        asked: dict[str, list[str]] = {}
+        for session_id in session_ids:
+            for worker_id in self._routes.holders((caller.tenant, session_id)) or reachable:
+                asked.setdefault(worker_id, []).append(session_id)
+        return asked
+
+    # Looking
+
+    def get_session(
+        self, request: types_pb2.GetSessionRequest, caller: Caller
+    ) -> types_pb2.GetSessionResponse:
+        key = (caller.tenant, session_id_from_pb(request.session_id))
+        return types_pb2.GetSessionResponse(session=merged(self._routes.parts(key, caller)))
+
+    def list_sessions(
+        self, request: types_pb2.ListSessionsRequest, caller: Caller
+    ) -> types_pb2.ListSessionsResponse:
+        size = convert.list_size_from_pb(request)
+        found: dict[str, list[SessionInfo]] = {}
+        more = False
+        workers = self._routes.reachable()
+        for _, answer in self._routes.ask_all(workers, "ListSessions", request, caller):
+            if isinstance(answer, KVServiceError):
+                raise answer
+            more = more or bool(answer.next_page_token)
+            for session in answer.sessions:
+                found.setdefault(session.session_id, []).append(session_from_pb(session))
+        # Each worker answers with its lowest ids, so the lowest of all are among them.
+        ids = sorted(found)[:size]
+        more = more or len(found) > size
+        return types_pb2.ListSessionsResponse(
+            sessions=[session_to_pb(join_parts(found[session_id])) for session_id in ids],
+            next_page_token=ids[-1] if more else "",
+        )
+
+    def page_stats(
+        self, request: types_pb2.PageStatsRequest, caller: Caller
+    ) -> types_pb2.PageStatsResponse:
+        response = types_pb2.PageStatsResponse()
+        workers = self._routes.reachable()
+        for _, answer in self._routes.ask_all(workers, "PageStats", request, caller):
+            if not isinstance(answer, KVServiceError):
+                response.workers.extend(answer.workers)
+        return response
+
+    # Workers
+
+    def list_workers(
+        self, request: manager_pb2.ListWorkersRequest, caller: Caller
+    ) -> manager_pb2.ListWorkersResponse:
+        del request, caller
+        infos = [convert.view_to_pb(view) for view in self.workers()]
+        return manager_pb2.ListWorkersResponse(workers=infos)
+
+    def workers(self) -> list[WorkerView]:
+        """Return what the manager knows of its workers."""
+        return self._routes.workers()
+
+    def drain_worker(
+        self, request: manager_pb2.DrainWorkerRequest, caller: Caller
+    ) -> manager_pb2.DrainWorkerResponse:
+        del request, caller
+        raise Unimplemented("draining a worker through the manager is not implemented")
+
+    def move_session(
+        self, request: manager_pb2.MoveSessionRequest, caller: Caller
+    ) -> manager_pb2.MoveSessionResponse:
+        del request, caller
+        raise Unimplemented("moving a session is not implemented")
+
+    def heartbeat(
+        self, request: manager_pb2.HeartbeatRequest, caller: Caller, *, first: bool
+    ) -> manager_pb2.HeartbeatResponse:
+        """Take one message of a worker's stream. `first`: it registers the worker.
+
+        Raises:
+            StaleWorker: The incarnation has been replaced, or never registered.
+        """
+        del caller
+        self._routes.heartbeat(
+            convert.record_from_pb(request.worker),
+            [convert.report_from_pb(report) for report in request.sessions],
+            [(report.tenant, report.session.session_id) for report in request.ended_sessions],
+            first=first,
+        )
+        return manager_pb2.HeartbeatResponse(manager_incarnation=self.incarnation)
+
+    def heartbeat_ended(self, worker: manager_pb2.WorkerInfo) -> None:
+        """Note that a worker's stream has broken. Nothing is placed there until it is back."""
+        self._routes.cut_off(worker.worker_id, worker.incarnation)
+
+    def worker_died(self, worker_id: str, incarnation: str) -> None:
+        """Note that a worker is known to be gone: what it held is lost."""
+        self._routes.bury(worker_id, incarnation)
+
+    def _check_settled(self) -> None:
+        if self._clock.monotonic() < self._settled_at:
+            known = len(self.workers())
+            if known < self.workers_expected:
+                raise Unavailable(
+                    f"{known} of {self.workers_expected} workers have registered so far",
+                    retry_delay_s=0.2,
+                )
+
+
+def _own_lengths(part: Part) -> tuple[int, ...]:
+    """Return the lengths of a worker's rows, as it counts them: 0 before there is a start."""
+    return part.info.extents[0].stops or (0,) * part.info.spec.num_rows
+
+
+def _check_lengths(parts: Iterable[Part], expected: tuple[int, ...]) -> None:
+    stored = tuple(
+        max(column) for column in zip(*(_own_lengths(part) for part in parts), strict=True)
+    )
+    if stored != expected:
+        raise Conflict(
+            f"expected_lengths are {list(expected)}, stored are {list(stored)}",
+            lengths=",".join(map(str, stored)),
+        )

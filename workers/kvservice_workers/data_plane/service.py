@@ -1,0 +1,200 @@
+"""`PageWorkerService` on protobuf messages: checks, conversion, and one call on the worker each.
+
+Streams and fragments are the transport's business: Attend, Write and Read take and return one
+whole message here.
+"""
+
+from __future__ import annotations
+
+from kvservice.core.caller import Caller, Role
+from kvservice.core.errors import InvalidRequest, StaleWorker, Unimplemented
+from kvservice.core.session import SessionInfo, check_session_id
+from kvservice.v1 import types_pb2, worker_pb2
+from kvservice.wire import calls, convert
+from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb, session_to_pb
+from kvservice_workers.worker import PageWorker
+
+
+class WorkerService:
+    """One method per RPC: `(request, caller) -> response`, raising errors of the tree.
+
+    Thread-safe, as the worker is.
+    """
+
+    def __init__(self, worker: PageWorker) -> None:
+        self._worker = worker
+        self._incarnation = worker.config.incarnation
+
+    # Sessions
+
+    def allocate(
+        self, request: types_pb2.AllocateRequest, caller: Caller
+    ) -> types_pb2.AllocateResponse:
+        starts = not_negative(request.extent_starts, "extent_starts")
+        if bool(starts) is not bool(request.epoch):
+            raise InvalidRequest("extent_starts and epoch go together")
+        if not request.HasField("spec"):
+            raise InvalidRequest("spec is missing")
+        info = self._worker.allocate(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            convert.spec_from_pb(request.spec),
+            extent_starts=starts,
+            epoch=not_negative([request.epoch], "epoch")[0],
+        )
+        return types_pb2.AllocateResponse(session=session_to_pb(info))
+
+    def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
+        self._check_incarnation(request.incarnation)
+        info = self._worker.append(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch"),
+            at_least_one(request.token_count, "token_count"),
+            not_negative(request.expected_lengths, "expected_lengths"),
+        )
+        return types_pb2.AppendResponse(session=session_to_pb(info))
+
+    def pop(self, request: types_pb2.PopRequest, caller: Caller) -> types_pb2.PopResponse:
+        self._check_incarnation(request.incarnation)
+        info = self._worker.pop(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch"),
+            not_negative(request.keep, "keep"),
+            not_negative(request.expected_lengths, "expected_lengths"),
+            check_only=request.check_only,
+        )
+        return types_pb2.PopResponse(session=session_to_pb(info))
+
+    def reset(self, request: types_pb2.ResetRequest, caller: Caller) -> types_pb2.ResetResponse:
+        self._check_incarnation(request.incarnation)
+        info = self._worker.reset(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch"),
+            check_only=request.check_only,
+        )
+        return types_pb2.ResetResponse(session=session_to_pb(info))
+
+    def select(self, request: types_pb2.SelectRequest, caller: Caller) -> types_pb2.SelectResponse:
+        self._check_incarnation(request.incarnation)
+        if not request.rows:
+            raise InvalidRequest("rows must name at least one row")
+        info = self._worker.select(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch"),
+            not_negative(request.rows, "rows"),
+            check_only=request.check_only,
+        )
+        return types_pb2.SelectResponse(session=session_to_pb(info))
+
+    def fork(self, request: types_pb2.ForkRequest, caller: Caller) -> types_pb2.ForkResponse:
+        self._check_incarnation(request.incarnation)
+        count = request.token_count if request.HasField("token_count") else None
+        info = self._worker.fork(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch"),
+            session_id_from_pb(request.new_session_id),
+            token_count=None if count is None else at_least_one(count, "token_count"),
+            ttl_s=convert.seconds_from_pb(request.ttl, "ttl") if request.HasField("ttl") else None,
+            clip=request.clip,
+        )
+        return types_pb2.ForkResponse(session=session_to_pb(info))
+
+    def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
+        self._check_incarnation(request.incarnation)
+        info = self._worker.attach(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
+        )
+        return types_pb2.AttachResponse(session=session_to_pb(info))
+
+    def release(
+        self, request: types_pb2.ReleaseRequest, caller: Caller
+    ) -> types_pb2.ReleaseResponse:
+        ids = convert.session_ids_from_pb(request.session_ids)
+        return types_pb2.ReleaseResponse(released_count=self._worker.release(caller.tenant, ids))
+
+    def renew_lease(
+        self, request: types_pb2.RenewLeaseRequest, caller: Caller
+    ) -> types_pb2.RenewLeaseResponse:
+        ids = convert.session_ids_from_pb(request.session_ids)
+        missing = self._worker.renew(caller.tenant, ids)
+        return types_pb2.RenewLeaseResponse(missing_session_ids=missing)
+
+    # Looking
+
+    def get_session(
+        self, request: types_pb2.GetSessionRequest, caller: Caller
+    ) -> types_pb2.GetSessionResponse:
+        info = self._worker.get(caller.tenant, session_id_from_pb(request.session_id))
+        return types_pb2.GetSessionResponse(session=session_to_pb(info))
+
+    def list_sessions(
+        self, request: types_pb2.ListSessionsRequest, caller: Caller
+    ) -> types_pb2.ListSessionsResponse:
+        size = convert.list_size_from_pb(request)
+        after = check_session_id(request.page_token) if request.page_token else ""
+        everyone = caller.role is Role.OPERATOR
+        listed = self._worker.list_sessions(None if everyone else caller.tenant)
+        infos = sorted((info for _, info in listed), key=_session_id)
+        rest = [info for info in infos if info.session_id > after]
+        return types_pb2.ListSessionsResponse(
+            sessions=[session_to_pb(info) for info in rest[:size]],
+            next_page_token=rest[size - 1].session_id if len(rest) > size else "",
+        )
+
+    def page_stats(
+        self, request: types_pb2.PageStatsRequest, caller: Caller
+    ) -> types_pb2.PageStatsResponse:
+        del request, caller
+        stats = convert.stats_to_pb(self._worker.stats())
+        return types_pb2.PageStatsResponse(workers=[stats])
+
+    # The data path
+
+    def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
+        if call.incarnation != self._incarnation:
+            self._check_incarnation(call.incarnation)
+        result = self._worker.attend(caller.tenant, calls.attend_call_from_pb(call))
+        return calls.attend_result_to_pb(result, call.call_id)
+
+    def write(self, call: worker_pb2.WriteCall, caller: Caller) -> worker_pb2.WriteResponse:
+        self._check_incarnation(call.incarnation)
+        lengths = self._worker.write(caller.tenant, calls.write_call_from_pb(call))
+        return worker_pb2.WriteResponse(lengths=lengths)
+
+    def read(self, request: worker_pb2.ReadRequest, caller: Caller) -> worker_pb2.ReadResult:
+        self._check_incarnation(request.incarnation)
+        start, stop = not_negative([request.start, request.stop], "start and stop")
+        result = self._worker.read(
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            at_least_one(request.epoch, "epoch"),
+            calls.layer_from_pb(request.layer),
+            start,
+            stop,
+        )
+        return calls.read_result_to_pb(result)
+
+    def open_lane(
+        self, request: worker_pb2.OpenLaneRequest, caller: Caller
+    ) -> worker_pb2.OpenLaneResponse:
+        del request, caller
+        raise Unimplemented("this worker has no lane; Attend goes by gRPC")
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        if incarnation and incarnation != self._incarnation:
+            raise StaleWorker(
+                "another incarnation of this worker answers: what the old one held is gone",
+                incarnation=self._incarnation,
+                worker_id=self._worker.config.worker_id,
+            )
+
+
+def _session_id(info: SessionInfo) -> str:
+    return info.session_id
