@@ -1,0 +1,197 @@
+"""What a run of the service is recorded by, so that another command can find and end it.
+
+One private directory per service name, with the record, a lock, and logs. The record is written
+before the first process starts and after every change, so that whatever is killed in between,
+`down` finds what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from kvservice.cluster.processes import ProcessKey
+from kvservice.core.errors import Conflict, InvalidRequest
+
+_FORMAT: Final = 1
+
+
+class Kind(Enum):
+    """Whose Ray it is. LOCAL: started by us, and ended with the service. JOINED: another's."""
+
+    LOCAL = "local"
+    JOINED = "joined"
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """A Ray actor that a run has started."""
+
+    name: str
+    actor_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What a service is started with. Sizes in bytes; port 0 is any free one.
+
+    `host` is where the servers listen; None: the loopback for a Ray of our own, else the address
+    of the node that each runs on.
+    """
+
+    num_workers: int = 1
+    memory_bytes: int = 2 << 30
+    device: str = "cpu"
+    host: str | None = None
+    port: int = 50051
+    worker_port: int = 0
+    metrics_port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise InvalidRequest(f"there must be at least 1 worker, got {self.num_workers}")
+        if self.memory_bytes < 1 << 20:
+            raise InvalidRequest(
+                f"a worker's memory must be at least 1 MiB, got {self.memory_bytes} bytes"
+            )
+        if self.device not in ("cpu", "cuda"):
+            raise InvalidRequest(f'device must be "cpu" or "cuda", got "{self.device}"')
+        for name in ("port", "worker_port", "metrics_port"):
+            value: int = getattr(self, name)
+            if not 0 <= value <= 65535:
+                raise InvalidRequest(f"{name} must be between 0 and 65535, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """One run of the service.
+
+    manager_address: host:port, empty until the manager serves.
+    tag: Carried by all processes of the run in their environment.
+    head: The process that leads the session of our own Ray; None before it starts, and for JOINED.
+    scratch: A directory to remove at the end; empty for none.
+    actors: Those that this run has started.
+    """
+
+    name: str
+    kind: Kind
+    options: ServiceOptions
+    ray_address: str
+    tag: str
+    manager_address: str = ""
+    head: ProcessKey | None = None
+    scratch: str = ""
+    actors: tuple[Actor, ...] = ()
+
+
+class StateStore:
+    """The private directory of one service name.
+
+    Args:
+        directory: Holds one directory for each name; made with mode 0700 when first needed.
+        name: Letters, digits, `-` and `_`.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
+            raise InvalidRequest(
+                f'a service name must consist of letters, digits, "-" and "_", got "{name}"'
+            )
+        self.name = name
+        self.directory = directory / name
+        self._path = self.directory / "state.json"
+
+    @property
+    def log_path(self) -> Path:
+        """Where the output of Ray's own processes goes. Survives the run; the next replaces it."""
+        return self.directory / "ray.log"
+
+    def find(self) -> RunState | None:
+        """Return the record; None if no run is recorded.
+
+        Raises:
+            Conflict: The record is unreadable, or of another version.
+        """
+        try:
+            text = self._path.read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return _decode(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise Conflict(
+                f"the record {self._path} cannot be read ({error}): "
+                "end what it names by hand, then remove it"
+            ) from error
+
+    def save(self, state: RunState) -> None:
+        """Replace the record, all or nothing."""
+        self._make_directory()
+        temporary = self._path.with_suffix(".new")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
+            json.dump(_encode(state), f, indent=2)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(self._path)
+
+    def clear(self) -> None:
+        """Remove the record. Without effect if there is none."""
+        self._path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the name against other commands that start or end the service.
+
+        Raises:
+            Conflict: Another command holds it.
+        """
+        self._make_directory()
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Conflict(
+                    f'another "kvservice up" or "down" of "{self.name}" is at work: wait for it'
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _make_directory(self) -> None:
+        for directory in (self.directory.parent, self.directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.directory.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise Conflict(
+                f"{self.directory} must belong to the caller alone (mode 0700): change that, "
+                "or name another place in KVSERVICE_RUN_DIR"
+            )
+
+
+def _encode(state: RunState) -> dict[str, object]:
+    return {"format": _FORMAT, **dataclasses.asdict(state), "kind": state.kind.value}
+
+
+def _decode(values: dict[str, object]) -> RunState:
+    found = values.pop("format")
+    if found != _FORMAT:
+        raise ValueError(f"format {found}, expected {_FORMAT}")
+    head, options, actors = values.pop("head"), values.pop("options"), values.pop("actors")
+    if not isinstance(options, dict) or not isinstance(actors, list):
+        raise ValueError("options or actors are missing")
+    return RunState(
+        kind=Kind(values.pop("kind")),
+        options=ServiceOptions(**options),
+        head=ProcessKey(**head) if isinstance(head, dict) else None,
+        actors=tuple(Actor(**actor) for actor in actors),
+        **values,  # type: ignore[arg-type]
+    )
