@@ -80,7 +80,8 @@ class Directory:
       3. Every loss has a time at which it is forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, suspect_after_s: float = SUSPECT_AFTER_S) -> None:
+        self._suspect_after_s = suspect_after_s
         self._workers: dict[str, _Worker] = {}
         self._holders: dict[SessionKey, dict[str, None]] = {}
         self._replaced: dict[str, deque[str]] = {}
@@ -231,7 +232,9 @@ class Directory:
     def workers(self, now: float) -> list[WorkerView]:
         """Return all workers by id, dead ones until another incarnation registers."""
         return [
-            WorkerView(worker.record, _state(worker, now), len(worker.sessions), worker.heard_at)
+            WorkerView(
+                worker.record, self._state(worker, now), len(worker.sessions), worker.heard_at
+            )
             for _, worker in sorted(self._workers.items())
         ]
 
@@ -265,13 +268,12 @@ class Directory:
         del self._losses[key]
         self._forget_at.revoke(key)
 
-
-def _state(worker: _Worker, now: float) -> WorkerState:
-    if worker.dead:
-        return WorkerState.DEAD
-    if worker.cut_off or now - worker.heard_at > SUSPECT_AFTER_S:
-        return WorkerState.SUSPECT
-    return WorkerState.DRAINING if worker.record.draining else WorkerState.ALIVE
+    def _state(self, worker: _Worker, now: float) -> WorkerState:
+        if worker.dead:
+            return WorkerState.DEAD
+        if worker.cut_off or now - worker.heard_at > self._suspect_after_s:
+            return WorkerState.SUSPECT
+        return WorkerState.DRAINING if worker.record.draining else WorkerState.ALIVE
 
 
 def _stale(record: WorkerRecord) -> StaleWorker:

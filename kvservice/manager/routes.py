@@ -77,18 +77,24 @@ class Routes:
     """
 
     def __init__(
-        self, connect: Callable[[str], WorkerHandle], *, clock: Clock, timeout_s: float
+        self,
+        connect: Callable[[str], WorkerHandle],
+        *,
+        clock: Clock,
+        timeout_s: float,
+        suspect_after_s: float,
     ) -> None:
         """
         Args:
             connect: Makes the handle of the worker at an address. Must not block.
             timeout_s: Deadline of each call on a worker.
+            suspect_after_s: How long a worker may be silent.
         """
         self._connect = connect
         self._clock = clock
         self._timeout_s = timeout_s
         self._lock = threading.Condition()
-        self._directory = Directory()
+        self._directory = Directory(suspect_after_s)
         self._handles: dict[str, tuple[str, WorkerHandle]] = {}  # worker id -> address, handle
         self._busy: set[SessionKey] = set()
         self._threads = ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="kvservice-manager")

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvservice.clock import Clock
 from kvservice.core.caller import Caller
-from kvservice.core.directory import WorkerView
+from kvservice.core.directory import SUSPECT_AFTER_S, WorkerView
 from kvservice.core.errors import (
     Conflict,
     InvalidRequest,
@@ -47,6 +47,7 @@ class PageManager:
         incarnation: str,
         workers_expected: int = 0,
         forward_timeout_s: float = 5.0,
+        suspect_after_s: float = SUSPECT_AFTER_S,
     ) -> None:
         """
         Args:
@@ -55,12 +56,15 @@ class PageManager:
             workers_expected: Until so many have registered, or `SETTLE_S` are over, nothing is
                 opened: a repeated Allocate might else end up on a second worker.
             forward_timeout_s: Deadline of each call on a worker.
+            suspect_after_s: A worker silent for so long gets no new sessions.
         """
         self.incarnation = incarnation
         self.workers_expected = workers_expected
         self._clock = clock
         self._settled_at = clock.monotonic() + SETTLE_S
-        self._routes = Routes(connect, clock=clock, timeout_s=forward_timeout_s)
+        self._routes = Routes(
+            connect, clock=clock, timeout_s=forward_timeout_s, suspect_after_s=suspect_after_s
+        )
 
     def close(self) -> None:
         """End the threads and the connections. Calls in progress may fail."""

@@ -1,0 +1,57 @@
+"""What a worker tells the manager, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+from kvservice.core.session import SessionInfo, WorkerStats
+from kvservice.v1 import manager_pb2, types_pb2
+from kvservice.wire import convert
+
+MAX_SESSIONS: Final = 4000
+"""Sessions in one message; more go into the next ones, which follow at once."""
+
+
+class Reporting(Protocol):
+    """What heartbeats need of a worker."""
+
+    def stats(self) -> WorkerStats: ...
+
+    def changes_since(
+        self, cursor: int
+    ) -> tuple[int, list[tuple[str, SessionInfo]], list[tuple[str, str]]]: ...
+
+
+class HeartbeatSource:
+    """Makes the messages of one stream after the other. Not thread-safe."""
+
+    def __init__(self, worker: Reporting, metrics_address: str = "") -> None:
+        self._worker = worker
+        self._metrics_address = metrics_address
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """Begin a new stream: the next message lists all sessions."""
+        self._cursor = 0
+
+    def messages(self) -> Iterator[manager_pb2.HeartbeatRequest]:
+        """Yield what has changed since the last time: at least one message, to be sent in order."""
+        self._cursor, changed, ended = self._worker.changes_since(self._cursor)
+        worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
+        # One that has ended and begun again is in the message that says both.
+        gone = set(ended)
+        changed.sort(key=lambda item: (item[0], item[1].session_id) not in gone)
+        reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
+        ends = [_ended(tenant, session_id) for tenant, session_id in ended]
+        yield manager_pb2.HeartbeatRequest(
+            worker=worker, sessions=reports[:MAX_SESSIONS], ended_sessions=ends
+        )
+        for start in range(MAX_SESSIONS, len(reports), MAX_SESSIONS):
+            more = reports[start : start + MAX_SESSIONS]
+            yield manager_pb2.HeartbeatRequest(worker=worker, sessions=more)
+
+
+def _ended(tenant: str, session_id: str) -> manager_pb2.SessionReport:
+    session = types_pb2.Session(session_id=session_id)
+    return manager_pb2.SessionReport(tenant=tenant, session=session)
