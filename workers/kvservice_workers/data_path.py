@@ -88,11 +88,11 @@ class DataPath:
             provision = Provision(session)
             provision.add_pages(group, _demands(group, rows, positions))
             provision.execute(self._pools, self._count_pages)
-            old = list(session.layer_lengths(call.layer))
-            before = sum(session.longest_of_all())
             session.geometries[call.layer] = geometry
             session.padding = padding
             session.starts = starts
+            old = list(session.layer_lengths(call.layer))
+            before = sum(session.longest_of_all())
             self._zero_gaps(session, group, arena, old, rows, positions, lengths)
             self._put(group, arena, rows, positions, call.k, call.v)
             session.lengths[call.layer] = lengths
@@ -197,10 +197,10 @@ class DataPath:
             k, v = k[kept], v[kept]
         with group.pool.lock:
             arena.store(pages, offsets, k, v)
-        before = sum(session.longest_of_all())
         session.geometries[call.layer] = plan.geometry
         if session.starts is None:
             session.starts = list(plan.positions)
+        before = sum(session.longest_of_all())
         session.lengths[call.layer] = list(plan.lengths)
         if call.layer not in session.step.appended:
             self._count_stored(session, before, call.k, call.v)

@@ -64,10 +64,7 @@ class Provision:
             if change:
                 group.pool.pages.take(0, promise_change=change)
                 group.promised = promises[key]
-        taken = 0
-        for group, row, need in self.needs:
-            taken += need.num_pages
-            self._fill(group, row, need)
+        taken = sum(self._fill(group, row, need) for group, row, need in self.needs)
         count(taken, evicted)
 
     def _make_room(
@@ -106,9 +103,14 @@ class Provision:
             total += session.row_promise(group, row, length, shared)
         return total
 
-    def _fill(self, group: LayerGroup, row: int, need: PageNeed) -> None:
+    def _fill(self, group: LayerGroup, row: int, need: PageNeed) -> int:
+        """Provide a row's pages; return how many were taken."""
+        table = group.tables[row]
+        # Rows of one session may share a page: whoever copies last keeps it.
+        shared = [i for i in need.shared if group.pool.pages.is_shared(table.entries[i])]
+        need = PageNeed(need.new, shared)
         pages = group.pool.pages.take(need.num_pages)
-        copies = group.tables[row].provide(need, pages)
+        copies = table.provide(need, pages)
         group.changed()
         if copies:
             group.pool.copy_pages(copies)
@@ -121,6 +123,7 @@ class Provision:
         ]
         if stale:
             group.pool.zero_pages(stale)
+        return need.num_pages
 
 
 def written_pages(

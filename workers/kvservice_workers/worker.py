@@ -351,11 +351,11 @@ class PageWorker:
         change = ("pop", tuple(keep))
         with session.lock, self._lock:
             session.check_open()
+            if self._is_repeat(session, epoch, change):
+                return self._info(session)
             session.check_rows(keep, "keep")
             if min(keep) < 0:
                 raise InvalidRequest(f"keep must not be negative, got {list(keep)}")
-            if self._is_repeat(session, epoch, change):
-                return self._info(session)
             session.check_lengths(expected_lengths)
             for group in session.groups.values():
                 for row, length in enumerate(keep):
