@@ -3,7 +3,158 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
+
+_UNITS: Final = {
+    "": 1,
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)},
+    "B": 1,
+}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: one line with the value, the rule, and what to do."""
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes: `2GiB`, `512MiB`, `1.5GB`, or plain digits.
+
+    Raises:
+        ConfigError: It is anything else, or below one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"not a size: {text!r}; write bytes, or a number with KiB, MiB, GiB, TiB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ConfigError(f"a size must be at least 1 byte, got {text!r}")
+    return size
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a number of bytes in the largest unit that keeps it readable: `1.5GiB`."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if num_bytes >= _UNITS[unit]:
+            return f"{num_bytes / _UNITS[unit]:.4g}{unit}"
+    return f"{num_bytes}B"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server allows, so that no caller can take it all.
+
+    Fields:
+        max_frame_bytes: The largest frame, in both directions.
+        fragment_bytes: Answers beyond this are sent in pieces of it.
+        max_message_bytes: The largest message put together from fragments.
+        max_streams: Streams at the same time, over all clients. Each takes a thread.
+        unary_threads: Threads that streams can never take.
+        queued_calls: Calls that may wait for a thread.
+        max_connections: Connections at the same time.
+        idle_stream_s: A stream without a call for so long is closed; clients open another.
+        default_deadline_s: For calls that state none, streams of Attend and Heartbeat excepted.
+        ping_interval_s: Clients may send a keepalive ping so often.
+    """
+
+    max_frame_bytes: int = 16 << 20
+    fragment_bytes: int = 4 << 20
+    max_message_bytes: int = 1 << 30
+    max_streams: int = 256
+    unary_threads: int = 16
+    queued_calls: int = 128
+    max_connections: int = 1024
+    idle_stream_s: float = 300.0
+    default_deadline_s: float = 60.0
+    ping_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.fragment_bytes > self.max_frame_bytes:
+            raise ConfigError(
+                f"fragment_bytes ({self.fragment_bytes}) must be at most max_frame_bytes "
+                f"({self.max_frame_bytes})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """How a manager process serves.
+
+    Fields:
+        host: Where to listen.
+        port: 0: any free one.
+        advertise_host: What others are to dial; needed where `host` is 0.0.0.0 or ::.
+        metrics_port: Of the Prometheus endpoint, on `host`; 0: any free one. None: none.
+        workers_expected: How many workers should register; 0: unknown.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str | None = None
+    metrics_port: int | None = None
+    workers_expected: int = 0
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
+        if self.workers_expected < 0:
+            raise ConfigError(f"workers_expected must be at least 0, got {self.workers_expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker process serves; fields as in `ManagerSettings`, and:
+
+    Fields:
+        worker_id: Its name, the same after a restart.
+        budget_bytes: What all its arenas together may take.
+        device: Where the arenas are, as torch names it.
+        manager_address: Whom to report to, as host:port. None: a lone worker.
+    """
+
+    worker_id: str
+    budget_bytes: int
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str | None = None
+    metrics_port: int | None = None
+    device: str = "cpu"
+    max_sessions: int = 20_000
+    manager_address: str | None = None
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.worker_id):
+            raise ConfigError(
+                f"worker_id must be 1 to 128 letters, digits, '.', '_', '-', got {self.worker_id!r}"
+            )
+        if self.budget_bytes < 1 << 16:
+            raise ConfigError(
+                f"budget_bytes must be at least 64KiB, got {self.budget_bytes}; give it more memory"
+            )
+        if self.max_sessions < 1:
+            raise ConfigError(f"max_sessions must be at least 1, got {self.max_sessions}")
+
+
+def _check_listening(
+    host: str, port: int, advertise_host: str | None, metrics_port: int | None
+) -> None:
+    for name, value in (("port", port), ("metrics_port", metrics_port or 0)):
+        if not 0 <= value <= 65535:
+            raise ConfigError(f"{name} must be 0 (any free one) to 65535, got {value}")
+    if not host:
+        raise ConfigError("host must be set, for example to 127.0.0.1 or 0.0.0.0")
+    if host in ("0.0.0.0", "::") and not advertise_host:
+        raise ConfigError(
+            f"with host {host}, set advertise_host to the address that others reach this one by"
+        )
 
 
 def environment() -> dict[str, str]:

@@ -305,9 +305,9 @@ class PageManager:
         )
         return manager_pb2.HeartbeatResponse(manager_incarnation=self.incarnation)
 
-    def heartbeat_ended(self, worker: manager_pb2.WorkerInfo) -> None:
+    def heartbeat_ended(self, last: manager_pb2.HeartbeatRequest) -> None:
         """Note that a worker's stream has broken. Nothing is placed there until it is back."""
-        self._routes.cut_off(worker.worker_id, worker.incarnation)
+        self._routes.cut_off(last.worker.worker_id, last.worker.incarnation)
 
     def worker_died(self, worker_id: str, incarnation: str) -> None:
         """Note that a worker is known to be gone: what it held is lost."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from google.protobuf.message import Message
+
 from kvservice.core.errors import InvalidRequest, TooLarge
 from kvservice.v1 import types_pb2
 
@@ -27,6 +29,30 @@ def split(message: bytes | memoryview, limit: int = FRAGMENT_BYTES) -> Iterator[
     for start in range(0, total, limit):
         piece = bytes(view[start : start + limit])
         yield types_pb2.Fragment(data=piece, total_bytes=total, last=start + limit >= total)
+
+
+def frames(message: Message, limit: int = FRAGMENT_BYTES) -> Iterator[bytes]:
+    """Yield the serialized frames that carry a message: one, or its fragments.
+
+    For every message with a oneof `frame`: field 1 is the whole message, field 2 a fragment. The
+    field is written here, which saves copying the message into another one.
+    """
+    data = message.SerializeToString()
+    if len(data) <= limit:
+        yield b"".join((b"\x0a", _varint(len(data)), data))
+        return
+    for fragment in split(data, limit):
+        piece = fragment.SerializeToString()
+        yield b"".join((b"\x12", _varint(len(piece)), piece))
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
 
 
 class Joiner:

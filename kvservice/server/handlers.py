@@ -1,0 +1,362 @@
+"""The methods of a service as gRPC handlers, made from its descriptor.
+
+Every kind of method does the same things, from the outside in: count, turn errors into statuses,
+bound streams and times, find the caller, decode, serve. Bytes are decoded here and not by gRPC,
+whose answer to undecodable ones would be INTERNAL.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
+
+from kvservice.clock import Clock
+from kvservice.config import ServerLimits
+from kvservice.core.caller import Caller
+from kvservice.core.errors import (
+    Code,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KVServiceError,
+    TooLarge,
+)
+from kvservice.core.recorder import MethodRecorder, RpcRecorder
+from kvservice.server.peers import caller_of
+from kvservice.server.streams import NEVER, OpenCall, OpenCalls
+from kvservice.wire import status
+from kvservice.wire.fragments import Joiner, frames
+from kvservice.wire.names import snake_case
+
+LOG = logging.getLogger(__name__)
+
+OURS: Final = {Code.INTERNAL, Code.DATA_LOSS}
+_STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
+_KINDS: Final = {
+    (False, False): "unary",
+    (True, False): "client_stream",
+    (False, True): "server_stream",
+    (True, True): "bidi_stream",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method: how to decode, serve and count it.
+
+    Fields:
+        name: As in the path.
+        whole: For framed requests, the type of the message that the frames carry.
+    """
+
+    name: str
+    serve: Callable[..., Any]
+    request: type[Any]
+    response: type[Any]
+    whole: type[Any] | None
+    recorder: MethodRecorder
+
+
+class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All methods of one service; other paths are counted as unknown."""
+
+    def __init__(
+        self,
+        service: object,
+        descriptor: ServiceDescriptor,
+        *,
+        limits: ServerLimits,
+        calls: OpenCalls,
+        recorder: RpcRecorder,
+        clock: Clock,
+    ) -> None:
+        self._service = service
+        self._limits = limits
+        self._calls = calls
+        self._clock = clock
+        self._unknown = recorder.method("unknown", "unknown", "unknown")
+        self._by_path = {
+            f"/{descriptor.full_name}/{method.name}": self._handler(method, recorder)
+            for method in descriptor.methods
+        }
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        handler = self._by_path.get(details.method)
+        if handler is None:
+            self._unknown.started()
+            self._unknown.handled(Code.UNIMPLEMENTED.name, 0.0)
+        return handler
+
+    def _handler(self, descriptor: MethodDescriptor, recorder: RpcRecorder) -> Any:
+        streams = (descriptor.client_streaming, descriptor.server_streaming)
+        kind = _KINDS[streams]
+        method = Method(
+            name=descriptor.name,
+            serve=getattr(self._service, snake_case(descriptor.name)),
+            request=message_factory.GetMessageClass(descriptor.input_type),
+            response=message_factory.GetMessageClass(descriptor.output_type),
+            whole=_framed(descriptor.input_type),
+            recorder=recorder.method(
+                kind, descriptor.containing_service.full_name, descriptor.name
+            ),
+        )
+        if kind == "unary":
+            return grpc.unary_unary_rpc_method_handler(self._unary(method))
+        if kind == "client_stream":
+            return grpc.stream_unary_rpc_method_handler(self._client_stream(method))
+        if kind == "server_stream":
+            return grpc.unary_stream_rpc_method_handler(self._server_stream(method))
+        if method.whole is None:
+            return grpc.stream_stream_rpc_method_handler(self._conversation(method))
+        result = _framed(descriptor.output_type)
+        assert result is not None, f"{descriptor.name}: requests are framed, responses are not"
+        return grpc.stream_stream_rpc_method_handler(self._calls_on_stream(method, result))
+
+    # One request, one response
+
+    def _unary(self, method: Method) -> Callable[..., bytes]:
+        def handle(raw: bytes, context: Any) -> bytes:
+            rpc = self._begin(method, context)
+            try:
+                with self._calls.call(context, timeout_s=self._time_left(context)):
+                    method.recorder.received()
+                    response = method.serve(_decode(method.request, raw), rpc.caller())
+                    encoded: bytes = response.SerializeToString()
+                    self._check_size(encoded)
+                method.recorder.sent()
+                rpc.succeed()
+                return encoded
+            except Exception as error:
+                rpc.fail(error)
+                return b""
+
+        return handle
+
+    def _client_stream(self, method: Method) -> Callable[..., bytes]:
+        def handle(raws: Iterator[bytes], context: Any) -> bytes:
+            rpc = self._begin(method, context)
+            try:
+                with self._calls.stream(context, timeout_s=self._time_left(context)):
+                    caller = rpc.caller()
+                    calls = list(self._wholes(method, raws))
+                    if len(calls) != 1:
+                        raise InvalidRequest(f"the stream must carry one call, got {len(calls)}")
+                    encoded: bytes = method.serve(calls[0], caller).SerializeToString()
+                method.recorder.sent()
+                rpc.succeed()
+                return encoded
+            except Exception as error:
+                rpc.fail(error)
+                return b""
+
+        return handle
+
+    def _server_stream(self, method: Method) -> Callable[..., Iterator[bytes]]:
+        def handle(raw: bytes, context: Any) -> Iterator[bytes]:
+            rpc = self._begin(method, context)
+            try:
+                with self._calls.stream(context, timeout_s=self._time_left(context)):
+                    method.recorder.received()
+                    result = method.serve(_decode(method.request, raw), rpc.caller())
+                    for frame in frames(result, self._limits.fragment_bytes):
+                        method.recorder.sent()
+                        yield frame
+                rpc.succeed()
+            except Exception as error:
+                rpc.fail(error)
+            finally:
+                rpc.end()
+
+        return handle
+
+    # Streams of calls
+
+    def _calls_on_stream(
+        self, method: Method, result_type: type[Any]
+    ) -> Callable[..., Iterator[bytes]]:
+        """Answer each call in order. A call's error travels in its result; the stream goes on."""
+
+        def serve(call: Any, rpc: _Rpc) -> Any:
+            try:
+                return method.serve(call, rpc.caller())
+            except Exception as error:
+                return result_type(call_id=call.call_id, error=status.to_status(rpc.mapped(error)))
+
+        def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            rpc = self._begin(method, context)
+            idle_s = self._limits.idle_stream_s
+            try:
+                with self._calls.stream(context, timeout_s=idle_s) as stream:
+                    for call in self._wholes(method, self._while_idle(raws, stream, idle_s)):
+                        result = serve(call, rpc)
+                        for frame in frames(result, self._limits.fragment_bytes):
+                            method.recorder.sent()
+                            yield frame
+                rpc.succeed()
+            except Exception as error:
+                rpc.fail(error)
+            finally:
+                rpc.end()
+
+        return handle
+
+    def _conversation(self, method: Method) -> Callable[..., Iterator[bytes]]:
+        """Answer message by message; the service is told of the first, and the last at the end."""
+        ended = getattr(self._service, f"{snake_case(method.name)}_ended")
+
+        def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            rpc = self._begin(method, context)
+            idle_s = self._limits.idle_stream_s
+            request = None
+            try:
+                with self._calls.stream(context, timeout_s=idle_s) as stream:
+                    for raw in self._while_idle(raws, stream, idle_s):
+                        method.recorder.received()
+                        first = request is None
+                        request = _decode(method.request, raw)
+                        answer = method.serve(request, rpc.caller(), first=first)
+                        method.recorder.sent()
+                        yield answer.SerializeToString()
+                rpc.succeed()
+            except Exception as error:
+                rpc.fail(error)
+            finally:
+                rpc.end()
+                if request is not None:
+                    ended(request)
+
+        return handle
+
+    def _while_idle(
+        self, raws: Iterator[bytes], stream: OpenCall, idle_s: float
+    ) -> Iterator[bytes]:
+        """Pass messages on; while waiting for one, and only then, the stream's time runs."""
+        for raw in raws:
+            stream.ends_at = NEVER
+            yield raw
+            stream.ends_at = self._clock.monotonic() + idle_s
+
+    def _wholes(self, method: Method, raws: Iterator[bytes]) -> Iterator[Any]:
+        """Yield the messages that frames carry, joining fragments."""
+        assert method.whole is not None
+        joiner = Joiner(self._limits.max_message_bytes)
+        for raw in raws:
+            method.recorder.received()
+            frame = _decode(method.request, raw)
+            kind = frame.WhichOneof("frame")
+            if kind == "fragment":
+                joined = joiner.add(frame.fragment)
+                if joined is not None:
+                    yield _decode(method.whole, joined)
+            elif kind == "call" and not joiner.pending:
+                yield frame.call
+            else:
+                raise InvalidRequest("expected a call or the next fragment of one")
+        if joiner.pending:
+            raise InvalidRequest("the stream ended within a message")
+
+    def _begin(self, method: Method, context: Any) -> _Rpc:
+        method.recorder.started()
+        return _Rpc(method, context, self._clock)
+
+    def _time_left(self, context: Any) -> float:
+        """Return the seconds that a call has; those that state none get the default."""
+        left: float | None = context.time_remaining()
+        if left is None:
+            return self._limits.default_deadline_s
+        if left <= 0:
+            raise DeadlineExceeded("the deadline passed before the call was begun")
+        return NEVER  # gRPC itself ends the call
+
+    def _check_size(self, encoded: bytes) -> None:
+        if len(encoded) > self._limits.max_frame_bytes:
+            raise TooLarge(
+                f"the answer has {len(encoded)} bytes, at most {self._limits.max_frame_bytes} fit",
+                limit_bytes=self._limits.max_frame_bytes,
+            )
+
+
+class _Rpc:
+    """One call on its way: who calls, how it ends, and that it is counted and logged once."""
+
+    __slots__ = ("_caller", "_clock", "_context", "_ended", "_method", "_started")
+
+    def __init__(self, method: Method, context: Any, clock: Clock) -> None:
+        self._method = method
+        self._context = context
+        self._clock = clock
+        self._started = clock.monotonic()
+        self._caller: Caller | None = None
+        self._ended = False
+
+    def caller(self) -> Caller:
+        if self._caller is None:
+            self._caller = caller_of(self._context.invocation_metadata())
+        return self._caller
+
+    def mapped(self, error: Exception) -> KVServiceError:
+        """Return what the client is told; what nobody expected is explained in the log alone."""
+        if isinstance(error, KVServiceError):
+            level = logging.ERROR if error.code in OURS else logging.INFO
+            self._log(level, error.reason, error.message)
+            return error
+        error_id = uuid.uuid4().hex[:16]
+        LOG.error("internal error id=%s in %s", error_id, self._method.name, exc_info=error)
+        return InternalError(f"internal error id={error_id}", error_id=error_id)
+
+    def fail(self, error: Exception) -> None:
+        if isinstance(error, grpc.RpcError):  # the client has gone, or its deadline has passed
+            self.end()
+            return
+        ours = self.mapped(error)
+        answer = status.to_trailer_status(ours)
+        self._context.set_code(_STATUS[answer.code])
+        self._context.set_details(answer.message)
+        self._context.set_trailing_metadata(((status.DETAILS_KEY, answer.SerializeToString()),))
+        self._end(ours.code.name)
+
+    def succeed(self) -> None:
+        self._end("OK" if self._context.is_active() else self._cut_off())
+
+    def end(self) -> None:
+        """The call is over, however it was; no effect if that has been said already."""
+        self._end(self._cut_off())
+
+    def _cut_off(self) -> str:
+        left = self._context.time_remaining()
+        return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
+
+    def _end(self, code: str) -> None:
+        if not self._ended:
+            self._ended = True
+            seconds = self._clock.monotonic() - self._started
+            self._method.recorder.handled(code, seconds)
+            self._log(logging.DEBUG, code, f"{seconds:.6f} s")
+
+    def _log(self, level: int, outcome: str, text: str) -> None:
+        if LOG.isEnabledFor(level):
+            fields = {"rpc_method": self._method.name, "rpc_outcome": outcome}
+            LOG.log(level, "%s %s: %s", self._method.name, outcome, text, extra=fields)
+
+
+def _decode(message: type[Any], raw: bytes | bytearray) -> Any:
+    try:
+        return message.FromString(raw)
+    except DecodeError:
+        raise InvalidRequest(f"not a {message.DESCRIPTOR.full_name}: undecodable") from None
+
+
+def _framed(descriptor: Any) -> type[Any] | None:
+    """Return the type of the message that frames of this type carry; None if it is no frame."""
+    if "frame" not in descriptor.oneofs_by_name:
+        return None
+    found: type[Any] = message_factory.GetMessageClass(descriptor.fields_by_number[1].message_type)
+    return found
