@@ -11,7 +11,7 @@ import torch
 
 from kvservice.clock import Clock
 from kvservice.core.errors import InvalidRequest, PositionOutOfRange
-from kvservice.core.geometry import DType, HostTensor, LayerGeometry
+from kvservice.core.geometry import HOLE, DType, HostTensor, LayerGeometry
 from kvservice.core.recorder import Recorder
 from kvservice.core.session import AttendCall, AttendResult, ReadResult, WriteCall
 from kvservice_workers.arena import NUMPY_DTYPES, TORCH_DTYPES, Arena
@@ -86,12 +86,14 @@ class DataPath:
             _mark_gaps(session, padding, starts, rows, positions, lengths)
             arena = self.arena_of(session, call.layer, geometry)
             provision = Provision(session)
-            provision.add_pages(group, _demands(group, rows, positions))
+            old = [
+                max(pair) for pair in zip(session.layer_lengths(call.layer), starts, strict=True)
+            ]
+            provision.add_pages(group, _demands(group, rows, positions, old, lengths))
             provision.execute(self._pools, self._count_pages)
             session.geometries[call.layer] = geometry
             session.padding = padding
             session.starts = starts
-            old = list(session.layer_lengths(call.layer))
             before = sum(session.longest_of_all())
             self._zero_gaps(session, group, arena, old, rows, positions, lengths)
             self._put(group, arena, rows, positions, call.k, call.v)
@@ -253,9 +255,7 @@ class DataPath:
         for row, (before, after) in enumerate(zip(old, lengths, strict=True)):
             if after == before:
                 continue
-            gap = np.setdiff1d(
-                np.arange(max(before, session.start_of(row)), after), positions[rows == row]
-            )
+            gap = np.setdiff1d(np.arange(before, after), positions[rows == row])
             if len(gap):
                 pages, offsets, _ = slots_at(
                     group.table_array(), group.page_size, np.full(len(gap), row), gap
@@ -297,15 +297,15 @@ class DataPath:
         shape = (session.num_rows, heads, stop - start)
         k = np.zeros((*shape, geometry.k_dim), dtype)
         v = np.zeros((*shape, geometry.v_dim), dtype)
-        arena = group.pool.arenas[session.arena_index(layer)]
         for row, length in enumerate(lengths):
             first = max(start, session.start_of(row), group.evicted[row])
             where = np.arange(first, min(stop, length), dtype=np.int64)
-            if not len(where):
-                continue
             pages, offsets, kept = slots_at(
                 group.table_array(), group.page_size, np.full(len(where), row), where
             )
+            arena = group.pool.arenas.get(session.arena_index(layer))
+            if arena is None or not len(pages):  # nothing but padding was ever stored
+                continue
             at = (where if kept is None else where[kept]) - start
             row_k, row_v = arena.load(pages, offsets)
             k[row][:, at] = row_k.swapaxes(0, 1)
@@ -452,9 +452,19 @@ def _mark_gaps(
 
 
 def _demands(
-    group: LayerGroup, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    group: LayerGroup,
+    rows: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    old: Sequence[int],
+    lengths: Sequence[int],
 ) -> list[RowDemand]:
-    return [
-        RowDemand(int(row), np.unique(positions[rows == row] // group.page_size).tolist())
-        for row in np.unique(rows)
-    ]
+    """Return the pages that a write touches: those of its tokens, and those that are there where
+    the layer's length jumps over a gap, which is zeroed."""
+    size = group.page_size
+    demands = []
+    for row, (before, after) in enumerate(zip(old, lengths, strict=True)):
+        indices = set((positions[rows == row] // size).tolist())
+        reached = range(before // size, -(-after // size)) if after > before else ()
+        indices.update(i for i in reached if group.tables[row].page_at(i) != HOLE)
+        demands.append(RowDemand(row, sorted(indices)))
+    return demands
