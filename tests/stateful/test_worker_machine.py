@@ -162,18 +162,14 @@ class WorkerMachine(RuleBasedStateMachine):
             again = self.worker.attend("t", call)
             assert again == result, "the same bytes give the same answer"
 
-    def means(
-        self, model: Model, layer: int, lengths: list[int], counts: list[int]
-    ) -> list[float]:
+    def means(self, model: Model, layer: int, lengths: list[int], counts: list[int]) -> list[float]:
         """With q = 0 all visible keys weigh the same: the output is the mean of visible values."""
         out = []
         for r, row in enumerate(model.rows):
             for position in range(lengths[r], lengths[r] + counts[r]):
                 first = max(0, position - WINDOW + 1) if layer else 0
                 seen = [
-                    row.values[layer][p]
-                    for p in range(first, position + 1)
-                    if not row.padding[p]
+                    row.values[layer][p] for p in range(first, position + 1) if not row.padding[p]
                 ]
                 hidden = row.padding[position] or not seen
                 out.append(0.0 if hidden else float(np.mean(seen)))
@@ -229,7 +225,9 @@ class WorkerMachine(RuleBasedStateMachine):
         shortest = min(model.lengths)
         count = data.draw(st.none() | st.integers(1, max(1, shortest)))
         try:
-            self.worker.fork("t", model.session_id, model.epoch, child.session_id, token_count=count)
+            self.worker.fork(
+                "t", model.session_id, model.epoch, child.session_id, token_count=count
+            )
         except (OutOfPages, PositionOutOfRange):
             return child
         if count is not None:
@@ -337,7 +335,5 @@ class WorkerMachine(RuleBasedStateMachine):
         assert sum(pool.used_pages for pool in self.worker.stats().pools) == 0
 
 
-WorkerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None
-)
+WorkerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestWorker = WorkerMachine.TestCase

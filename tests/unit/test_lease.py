@@ -1,0 +1,62 @@
+"""Leases: renewing is cheap, expiry costs what has expired."""
+
+import random
+
+from kvservice.core.lease import LeaseTable
+
+
+def test_expiry_as_a_dict_of_deadlines_would() -> None:
+    """Any mixture of grants, renewals and ends gives exactly the holders that are over, in order."""
+    rng = random.Random(7)
+    leases: LeaseTable[int] = LeaseTable()
+    model: dict[int, float] = {}
+    now, next_holder = 0.0, 0
+    for _ in range(3000):
+        now += rng.random()
+        match rng.randrange(4):
+            case 0:
+                next_holder += 1
+                model[next_holder] = now + rng.uniform(0, 20)
+                leases.grant(next_holder, model[next_holder])
+            case 1 if model:
+                holder = rng.choice(list(model))
+                deadline = now + rng.uniform(0, 20)
+                leases.renew(holder, deadline)
+                model[holder] = max(model[holder], deadline)
+            case 2 if model:
+                holder = rng.choice(list(model))
+                leases.revoke(holder)
+                del model[holder]
+            case 3:
+                over = leases.expired(now)
+                assert sorted(over) == sorted(h for h, at in model.items() if at <= now)
+                assert [model[h] for h in over] == sorted(model[h] for h in over)
+                for holder in over:
+                    leases.revoke(holder)
+                    del model[holder]
+        leases.check()
+        assert len(leases) == len(model)
+        look = leases.next_look()
+        assert (look is None) == (not model)
+        assert look is None or look <= min(model.values())
+
+
+def test_looking_for_expired_leases_touches_only_those_whose_time_may_be_over() -> None:
+    """10,000 leases far in the future are not looked at."""
+    leases: LeaseTable[int] = LeaseTable()
+    for holder in range(10_000):
+        leases.grant(holder, 1000.0 + holder)
+    leases.grant(-1, 1.0)
+    assert leases.expired(2.0) == [-1]
+    assert leases.expired(2.0) == [-1], "until it is revoked"
+    leases.revoke(-1)
+    assert leases.expired(2.0) == []
+
+
+def test_ended_leases_do_not_pile_up() -> None:
+    """Opening and closing for ever takes no more memory than what is open."""
+    leases: LeaseTable[int] = LeaseTable()
+    for holder in range(5000):
+        leases.grant(holder, 3600.0)
+        leases.revoke(holder)
+    assert len(leases._heap) < 200
