@@ -153,7 +153,9 @@ class WorkerMachine(RuleBasedStateMachine):
                 # Unstated layers: the second one's arena may be refused; then roll back.
                 model.rows[:] = snapshot
                 if layer == 1 or self.worker.get("t", model.session_id).step == model.step:
-                    self.pop_to(model, model.lengths, [a + b for a, b in zip(lengths, counts)])
+                    self.pop_to(
+                        model, model.lengths, [a + b for a, b in zip(lengths, counts, strict=True)]
+                    )
                 else:
                     model.step -= 1
                 return
@@ -190,14 +192,14 @@ class WorkerMachine(RuleBasedStateMachine):
         except PositionOutOfRange:
             assert any(
                 min(row.evicted, k) > max(0, k - WINDOW + 1)
-                for row, k in zip(model.rows, keep)
+                for row, k in zip(model.rows, keep, strict=True)
                 if k < row.length
             )
             assert self.worker.stats() == stats, "a refused pop changes nothing"
             return
         with pytest.raises(StaleEpoch):
             self.worker.pop("t", model.session_id, model.epoch - 1, [0] * 9, model.lengths)
-        for row, k in zip(model.rows, keep):
+        for row, k in zip(model.rows, keep, strict=True):
             row.cut(k)
             row.evicted = min(row.evicted, -(-k // PAGE_SIZE) * PAGE_SIZE)
 
@@ -282,7 +284,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 for row in model.rows:
                     row.cut(min(len(v) for v in row.values))
                 return
-            for (r, p), value in zip(at, values):
+            for (r, p), value in zip(at, values, strict=True):
                 row = model.rows[r]
                 row.values[layer] += [None] * (p + 1 - len(row.values[layer]))
                 row.values[layer][p] = value

@@ -6,7 +6,7 @@ from kvservice.core.lease import LeaseTable
 
 
 def test_expiry_as_a_dict_of_deadlines_would() -> None:
-    """Any mixture of grants, renewals and ends gives exactly the holders that are over, in order."""
+    """Any mixture of calls gives exactly the holders that are over, in order."""
     rng = random.Random(7)
     leases: LeaseTable[int] = LeaseTable()
     model: dict[int, float] = {}
