@@ -188,7 +188,8 @@ def _bfloat16() -> np.dtype[Any]:
         raise InvalidRequest(
             "numpy holds bfloat16 only with the package ml_dtypes, which is not installed"
         ) from None
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 # -- torch

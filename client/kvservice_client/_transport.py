@@ -5,9 +5,8 @@ Nothing above `Transport` can tell them apart. The way over gRPC is in `_transpo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
@@ -18,15 +17,9 @@ from kvservice.core.errors import (
     NotFound,
     Unavailable,
 )
-from kvservice.v1 import manager_pb2, worker_pb2
+from kvservice.v1 import worker_pb2
 from kvservice.wire import status
-
-SERVICES: Final = (
-    manager_pb2.DESCRIPTOR.services_by_name["PageManagerService"],
-    worker_pb2.DESCRIPTOR.services_by_name["PageWorkerService"],
-)
-MANAGER_SERVICE: Final[str] = SERVICES[0].full_name
-WORKER_SERVICE: Final[str] = SERVICES[1].full_name
+from kvservice.wire.names import WORKER, snake_case
 
 
 class AttendStream(Protocol):
@@ -95,7 +88,7 @@ class InProcessTransport:
         if target is None:
             raise NotFound(f"{service} is not served here")
         try:
-            return getattr(target, _snake_case(method))(request, self._caller)
+            return getattr(target, snake_case(method))(request, self._caller)
         except KVServiceError:
             raise
         except Exception as error:
@@ -106,13 +99,13 @@ class InProcessTransport:
 
     def write(self, call: worker_pb2.WriteCall, *, timeout_s: float) -> worker_pb2.WriteResponse:
         response: worker_pb2.WriteResponse = self.call(
-            WORKER_SERVICE, "Write", call, timeout_s=timeout_s
+            WORKER.full_name, "Write", call, timeout_s=timeout_s
         )
         return response
 
     def read(self, request: worker_pb2.ReadRequest, *, timeout_s: float) -> worker_pb2.ReadResult:
         result: worker_pb2.ReadResult = self.call(
-            WORKER_SERVICE, "Read", request, timeout_s=timeout_s
+            WORKER.full_name, "Read", request, timeout_s=timeout_s
         )
         return result
 
@@ -127,7 +120,7 @@ class _InProcessStream:
 
     def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
         result: worker_pb2.AttendResult = self._transport.call(
-            WORKER_SERVICE, "Attend", call, timeout_s=timeout_s
+            WORKER.full_name, "Attend", call, timeout_s=timeout_s
         )
         return checked(result, call.call_id)
 
@@ -156,7 +149,3 @@ def checked(result: worker_pb2.AttendResult, call_id: int) -> worker_pb2.AttendR
     if result.HasField("error"):
         raise status.from_status(result.error)
     return result
-
-
-def _snake_case(method: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()

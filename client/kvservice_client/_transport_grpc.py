@@ -17,8 +17,9 @@ from kvservice.clock import Clock
 from kvservice.core.errors import DeadlineExceeded, NotFound, Unavailable
 from kvservice.v1 import worker_pb2
 from kvservice.wire import fragments, status
+from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._framing import frames, join
-from kvservice_client._transport import SERVICES, WORKER_SERVICE, AttendStream, checked
+from kvservice_client._transport import AttendStream, checked
 from kvservice_client._watchdog import NEVER, Watchdog
 
 KEEPALIVE_TIME_S: Final = 2.0
@@ -66,7 +67,7 @@ class GrpcTransport:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._channel = _open_channel(address, tls)
         self._unary = _unary_methods(self._channel)
-        path = f"/{WORKER_SERVICE}/"
+        path = f"/{WORKER.full_name}/"
         self._attend = self._channel.stream_stream(
             path + "Attend", None, worker_pb2.AttendResponse.FromString
         )
@@ -95,9 +96,10 @@ class GrpcTransport:
     def read(self, request: worker_pb2.ReadRequest, *, timeout_s: float) -> worker_pb2.ReadResult:
         responses = self._invoke(self._read, request, timeout_s)
         try:
-            return join(responses, worker_pb2.ReadResult)
+            result: worker_pb2.ReadResult = join(responses, worker_pb2.ReadResult)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error) from error
+        return result
 
     def serves(self, service: str, *, timeout_s: float) -> bool:
         """Ask the server's standard health service whether it knows a service.
@@ -219,13 +221,14 @@ class _GrpcCall:
 
     def receive(self) -> worker_pb2.AttendResult:
         try:
-            return join(self._rpc, worker_pb2.AttendResult)
+            result: worker_pb2.AttendResult = join(self._rpc, worker_pb2.AttendResult)
         except grpc.RpcError as error:
             if self._overdue:
                 raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s") from error
             raise status.from_rpc_error(error) from error
         finally:
             self.deadline = NEVER
+        return result
 
     def expire(self) -> None:
         self._overdue = True
@@ -244,7 +247,7 @@ def _unary_methods(channel: grpc.Channel) -> dict[tuple[str, str], Callable[...,
             message_factory.GetMessageClass(method.input_type).SerializeToString,
             message_factory.GetMessageClass(method.output_type).FromString,
         )
-        for service in SERVICES
+        for service in (MANAGER, WORKER)
         for method in service.methods
         if not (method.client_streaming or method.server_streaming)
     }

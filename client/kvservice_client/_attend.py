@@ -1,0 +1,261 @@
+"""Attend: build the calls of one layer, send them, and put what returns together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from kvservice.core.errors import (
+    InternalError,
+    KVServiceError,
+    OutOfPages,
+)
+from kvservice.core.geometry import DType
+from kvservice.v1 import types_pb2, worker_pb2
+from kvservice.wire.tensors import dtype_to_pb
+from kvservice_client._arrays import cast_float32, from_host
+from kvservice_client._ask import Lengths, set_tensor, tensor_data
+from kvservice_client._changes import Changes
+from kvservice_client._extents import cut_into_parts
+from kvservice_client._links import OUTCOME_UNKNOWN, Links, Outcome
+from kvservice_client._merge import Partial, merge
+from kvservice_client._mirror import Mirror, Step
+from kvservice_client._room import find_room
+from kvservice_client._steps import (
+    Ask,
+    Part,
+    header_for,
+    packed_index,
+    padded_queries,
+    parts_of,
+    query_positions_of,
+    step_for_append,
+    step_for_queries,
+)
+
+MAX_TAILS_TRIED: Final = 3
+"""How often one call asks the manager for room."""
+
+
+class Attender:
+    """Carries out the Attend calls of one session. The session's lock is held by the caller."""
+
+    def __init__(self, mirror: Mirror, links: Links, changes: Changes) -> None:
+        self._mirror = mirror
+        self._links = links
+        self._changes = changes
+        self._call_ids = itertools.count(1)
+
+    def attend(self, ask: Ask, pos: Lengths | None, padding: Any, retain: int | None) -> Any:
+        """Return the attention output of a call, as the kind of array that q was.
+
+        Raises:
+            OutOfPages, PagesLost, ...: See `Session.attend`.
+        """
+        mirror = self._mirror
+        if ask.tokens is None:
+            step = step_for_queries(mirror, ask, padding)
+            positions = mirror.layer_lengths(ask.layer)
+        else:
+            step, positions = step_for_append(mirror, ask, pos, padding, retain)
+            if not mirror.lengths and len(mirror.extents) > 1:
+                self._spread(step)
+        out = self._attend_in(step, ask, positions)
+        return from_host(ask.queries.shape_out(out), ask.queries.dtype, ask.queries.kind)
+
+    def _attend_in(self, step: Step, ask: Ask, positions: Lengths) -> npt.NDArray[Any]:
+        """Carry the call out, on another worker if the tail has no room for the step."""
+        mirror = self._mirror
+        cause: Exception | None = None
+        for _ in range(MAX_TAILS_TRIED):
+            parts = parts_of(mirror, step, ask, positions)
+            calls = [self._call(step, ask, positions, part) for part in parts]
+            mirror.last_step = max(mirror.last_step, step.number)
+            outcomes = self._links.attend(calls)
+            error = _worst(outcomes)
+            if error is None:
+                self._commit(step, ask, positions, parts)
+                return self._output(step, ask, positions, parts, outcomes)
+            spread = sum(any(part.counts) for part in parts) > 1
+            if not isinstance(error, OutOfPages) or step.begun or spread:
+                break
+            cause = find_room(mirror, self._links, max(step.counts))
+            if cause is not None:
+                break
+            step.number = mirror.last_step + 1  # what the old tail has seen of the step is void
+            step.greeted.clear()
+        assert error is not None
+        self._fail(step, ask, parts, outcomes, error)
+        raise error from cause
+
+    # -- before
+
+    def _spread(self, step: Step) -> None:
+        """Share the session's first tokens out among its workers. Those left over are let go."""
+        mirror = self._mirror
+        starts = cut_into_parts(step.counts, len(mirror.extents), mirror.spec.page_size)
+        dropped = mirror.extents[len(starts) :]
+        del mirror.extents[len(starts) :]
+        for extent, first, stop in zip(
+            mirror.extents, starts, [*starts[1:], step.counts], strict=True
+        ):
+            extent.starts, extent.stops = first, stop
+        self._links.let_go(dropped)
+
+    def _call(
+        self, step: Step, ask: Ask, positions: Lengths, part: Part
+    ) -> tuple[Any, worker_pb2.AttendCall]:
+        mirror, scoring = self._mirror, ask.scoring
+        call = worker_pb2.AttendCall(
+            call_id=next(self._call_ids),
+            session_id=mirror.id,
+            incarnation=part.extent.incarnation,
+            epoch=mirror.epoch,
+            step=step.number,
+            layer=ask.layer,
+            mask=scoring.mask,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            bias=scoring.bias,
+            partial=len(mirror.extents) > 1,
+        )
+        if part.extent not in step.greeted:
+            call.header.CopyFrom(header_for(mirror, step, part))
+        if scoring.sinks is not None and not call.partial:
+            set_tensor(call.sinks, scoring.sinks, DType.FLOAT32)
+        if scoring.num_columns is not None:
+            newest = positions if ask.tokens is None else step.after
+            call.column_starts[:] = scoring.column_starts or [
+                length - scoring.num_columns for length in newest
+            ]
+        self._add_tokens(call, ask, positions, part)
+        self._add_queries(call, ask, positions, part)
+        return part.extent, call
+
+    def _add_tokens(
+        self, call: worker_pb2.AttendCall, ask: Ask, positions: Lengths, part: Part
+    ) -> None:
+        tokens = ask.tokens
+        if tokens is None or not any(part.counts):
+            return
+        k, v = tokens.k, tokens.v
+        if call.partial:
+            index = packed_index(
+                tokens.counts, _minus(part.starts, positions), _minus(part.stops, positions)
+            )
+            if index is not None:
+                k, v = k[index], v[index]
+        set_tensor(call.k, k, tokens.dtype)
+        set_tensor(call.v, v, tokens.dtype)
+        call.positions[:] = part.starts
+
+    def _add_queries(
+        self, call: worker_pb2.AttendCall, ask: Ask, positions: Lengths, part: Part
+    ) -> None:
+        queries = ask.queries
+        first = query_positions_of(ask, positions)
+        index = packed_index(queries.counts, part.first_query, queries.counts)
+        set_tensor(call.q, queries.q if index is None else queries.q[index], queries.dtype)
+        if call.partial or first is not None:
+            base = positions if first is None else first
+            call.query_counts[:] = _minus(queries.counts, part.first_query)
+            call.query_positions[:] = map(int.__add__, base, part.first_query)
+
+    # -- after
+
+    def _commit(self, step: Step, ask: Ask, positions: Lengths, parts: Sequence[Part]) -> None:
+        """Take over what a call has done."""
+        mirror = self._mirror
+        step.begun = True
+        mirror.step, mirror.padding = step, step.padding
+        for part in parts:
+            if part.extent not in step.greeted:
+                step.greeted.append(part.extent)
+                part.extent.knows_padding = True
+        if ask.tokens is not None and ask.layer not in step.appended:
+            step.appended[ask.layer] = positions
+            mirror.lengths[ask.layer] = step.after
+        if step.failed_layer == ask.layer:
+            step.failed_layer = None
+
+    def _fail(
+        self,
+        step: Step,
+        ask: Ask,
+        parts: Sequence[Part],
+        outcomes: Sequence[Outcome],
+        error: KVServiceError,
+    ) -> None:
+        """Note what is known after a call that has failed."""
+        mirror = self._mirror
+        if ask.tokens is None:
+            return
+        stores = [any(part.counts) for part in parts]
+        stored = any(
+            stores[i] and not isinstance(outcome, KVServiceError)
+            for i, outcome in enumerate(outcomes)
+        )
+        unknown = any(
+            stores[i] and isinstance(outcome, OUTCOME_UNKNOWN) for i, outcome in enumerate(outcomes)
+        )
+        if stored and isinstance(error, OutOfPages) and not mirror.lengths:
+            # The first tokens of a spread session: some workers had room, one had not.
+            self._changes.reset()
+            return
+        if stored or unknown:
+            mirror.uncertain = True
+            mirror.step = step
+        if mirror.step is step and ask.layer not in step.appended:
+            step.failed_layer = ask.layer
+
+    def _output(
+        self,
+        step: Step,
+        ask: Ask,
+        positions: Lengths,
+        parts: Sequence[Part],
+        outcomes: Sequence[Outcome],
+    ) -> npt.NDArray[Any]:
+        """Return the packed output, [queries, heads, v_dim], bfloat16 as its bits."""
+        queries = ask.queries
+        if len(self._mirror.extents) == 1:
+            return _tensor(outcomes[0], "out", queries.dtype)
+        partials = [
+            Partial(
+                _tensor(outcome, "out", DType.FLOAT32),
+                _tensor(outcome, "lse", DType.FLOAT32),
+                packed_index(queries.counts, part.first_query, queries.counts),
+            )
+            for part, outcome in zip(parts, outcomes, strict=True)
+        ]
+        out = merge(partials, sum(queries.counts), ask.scoring.sinks)
+        first = query_positions_of(ask, positions)
+        padded = padded_queries(step, ask, positions if first is None else first)
+        if padded is not None:
+            out[padded] = 0.0  # a worker knows only of padding that it holds itself
+        return cast_float32(out, queries.dtype)
+
+
+def _worst(outcomes: Sequence[Outcome]) -> KVServiceError | None:
+    """Return the error that says most about the session, or None. The tail's comes last."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, KVServiceError)]
+    for kind in OUTCOME_UNKNOWN:
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    return errors[-1] if errors else None
+
+
+def _tensor(outcome: Outcome, name: str, dtype: DType) -> npt.NDArray[Any]:
+    assert isinstance(outcome, worker_pb2.AttendResult), "errors were dealt with before"
+    tensor: types_pb2.Tensor = outcome.out if name == "out" else outcome.lse
+    if tensor.dtype != dtype_to_pb(dtype):
+        raise InternalError(f"expected {name} in {dtype.value}, got dtype number {tensor.dtype}")
+    return tensor_data(tensor, dtype)
+
+
+def _minus(a: Lengths, b: Lengths) -> Lengths:
+    return tuple(map(int.__sub__, a, b))

@@ -1,0 +1,275 @@
+"""Client: the way to a service, and what can be asked of it besides sessions."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from kvservice.clock import SystemClock
+from kvservice.core.errors import InvalidRequest, KVServiceError, NotFound, StaleEpoch
+from kvservice.core.geometry import DEFAULT_PAGE_SIZE, LayerGeometry, LayerSpec
+from kvservice.core.session import (
+    DEFAULT_TTL_S,
+    SessionInfo,
+    SessionSpec,
+    WorkerStats,
+    check_session_id,
+)
+from kvservice.v1 import manager_pb2, types_pb2
+from kvservice.wire import convert
+from kvservice.wire.names import MANAGER, WORKER
+from kvservice_client._connections import FRONT, ClientConfig, Connections
+from kvservice_client._leases import Lease, Leases
+from kvservice_client._session import Session
+from kvservice_client._transport_grpc import GrpcTransport, Tls
+from kvservice_client._watchdog import Watchdog
+
+_MAX_FORK_TRIES = 3
+
+
+class Client:
+    """A connection to a service: a manager with its workers, or a lone worker. Thread-safe.
+
+    A context manager; `close` ends it. Sessions keep their client alive.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._leases = Leases(connections)
+        self._finalizer = weakref.finalize(self, self._leases.close_soon)
+        self._finalizer.atexit = False  # `Leases` sees to the process's end
+
+    def open(
+        self,
+        *,
+        num_rows: int,
+        layers: Sequence[LayerSpec | LayerGeometry] | None = None,
+        windows: Sequence[int | None] | None = None,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        max_tokens: int | None = None,
+        reserve_tokens: int | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+        replicas: int = 1,
+        spread: int = 1,
+    ) -> Session:
+        """Open a session.
+
+        Args:
+            num_rows: Sequences that step together.
+            layers: Each layer's shape, where known beforehand. None: each layer's first tokens
+                decide, and its pages are shared with nobody's pool but its forks'.
+            windows: Each layer's window; None: all positions. Layers beyond: all positions.
+            page_size: Tokens in a page.
+            max_tokens: No row grows beyond. None: no bound.
+            reserve_tokens: Room for so many tokens in each row is promised now.
+            ttl_s: How long the session lives without any call; calls and renewals are the
+                client's business while it lives. 1 s to 1 h.
+            replicas: Copies of every page.
+            spread: Workers that share the first tokens.
+
+        Raises:
+            OutOfPages: The reservation does not fit now.
+            TooManySessions, QuotaExceeded, Draining, Unavailable.
+        """
+        spec = SessionSpec(
+            num_rows=num_rows,
+            layers=_layer_specs(layers, windows),
+            page_size=page_size,
+            max_tokens=max_tokens,
+            reserve_tokens=reserve_tokens,
+            ttl_s=ttl_s,
+            replicas=replicas,
+            spread=spread,
+        )
+        session_id = str(uuid.uuid4())
+        request = types_pb2.AllocateRequest(session_id=session_id, spec=convert.spec_to_pb(spec))
+        try:
+            opened = self._connections.ask(FRONT, "Allocate", request).session
+        except KVServiceError:
+            # It may have been opened all the same, with the answer lost.
+            self._leases.release_soon(Lease(session_id, ttl_s, (), 0.0))
+            raise
+        return self._session(opened)
+
+    def attach(self, session_id: str) -> Session:
+        """Take a session over, where an earlier holder has left it.
+
+        The earlier holder, if it still lives, gets StaleEpoch from now on.
+
+        Raises:
+            SessionNotFound: It was released, or its lease has expired.
+            PagesLost: A worker has died with some of it.
+        """
+        request = types_pb2.AttachRequest(session_id=check_session_id(session_id))
+        return self._session(self._connections.ask(FRONT, "Attach", request).session)
+
+    def fork(self, session_id: str, token_count: int | None = None) -> Session:
+        """Open a session that shares another's pages, or the leading `token_count` of each row.
+
+        The other one goes on undisturbed, whoever holds it. As `Session.fork`, by id.
+
+        Raises:
+            SessionNotFound, PositionOutOfRange.
+        """
+        child_id = str(uuid.uuid4())
+        looked_up = types_pb2.GetSessionRequest(session_id=check_session_id(session_id))
+        for last in (False,) * (_MAX_FORK_TRIES - 1) + (True,):
+            parent = self._connections.ask(FRONT, "GetSession", looked_up).session
+            request = types_pb2.ForkRequest(
+                session_id=session_id,
+                epoch=parent.epoch,
+                new_session_id=child_id,
+                token_count=token_count,
+            )
+            try:
+                return self._session(self._connections.ask(FRONT, "Fork", request).session)
+            except StaleEpoch:  # its holder has just changed it
+                if last:
+                    raise
+        raise AssertionError("not reached")
+
+    def page_stats(self) -> list[WorkerStats]:
+        """Return the numbers of all workers that can be reached."""
+        answer = self._connections.ask(FRONT, "PageStats", types_pb2.PageStatsRequest())
+        return [convert.stats_from_pb(stats) for stats in answer.workers]
+
+    def list_workers(self) -> list[manager_pb2.WorkerInfo]:
+        """Return what is known of each worker; see `WorkerInfo` in manager.proto."""
+        if self._connections.lone_worker:
+            return [convert.record_to_pb(stats, "") for stats in self.page_stats()]
+        answer = self._connections.ask(FRONT, "ListWorkers", manager_pb2.ListWorkersRequest())
+        return list(answer.workers)
+
+    def list_sessions(self) -> list[SessionInfo]:
+        """Return the caller's sessions; all of them for operators."""
+        found: list[SessionInfo] = []
+        request = types_pb2.ListSessionsRequest(page_size=convert.MAX_LIST_SIZE)
+        while True:
+            answer = self._connections.ask(FRONT, "ListSessions", request)
+            found += [convert.session_from_pb(session) for session in answer.sessions]
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
+    def close(self) -> None:
+        """Release the sessions that are still open, and end all connections."""
+        self._finalizer.detach()
+        self._leases.close(self._connections.config.timeout_s)
+        self._connections.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<kvservice client of {self._connections.front}>"
+
+    def _session(self, opened: types_pb2.Session) -> Session:
+        return Session(self._connections, self._leases, opened, self)
+
+
+def connect(
+    address: str,
+    *,
+    token: str | None = None,
+    tls: Tls | None = None,
+    timeout_s: float = 30.0,
+    config: ClientConfig | None = None,
+) -> Client:
+    """Find a manager, or a lone worker, behind an address.
+
+    Args:
+        address: host:port, [IPv6]:port, or unix:PATH.
+        token: Presented as a bearer token with every call, to workers too.
+        tls: None: plaintext.
+        timeout_s: For each call, and for finding the server now, retries included.
+        config: Further time limits; its own timeout_s gives way to `timeout_s`.
+
+    Raises:
+        Unavailable: Nobody answers there.
+        NotFound: Somebody does, but not a kvservice.
+    """
+    clock = SystemClock()
+    watchdog = Watchdog(clock)
+    config = replace(config or ClientConfig(), timeout_s=timeout_s)
+
+    def dial(target: str) -> GrpcTransport:
+        return GrpcTransport(target, clock=clock, watchdog=watchdog, token=token, tls=tls)
+
+    connections = Connections(address, dial, config=config, clock=clock, on_close=watchdog.close)
+    try:
+        connections.lone_worker = _is_lone_worker(connections, dial(address))
+    except BaseException:
+        connections.close()
+        raise
+    return Client(connections)
+
+
+def use(client: Client | None) -> None:
+    """Set the client that caches use where none is given. None: none is set any more."""
+    global _current
+    _current = client
+
+
+def current_client() -> Client:
+    """Return the client set by `use`.
+
+    Raises:
+        RuntimeError: None is set.
+    """
+    if _current is None:
+        raise RuntimeError(
+            "no client: pass client=..., or set one for all with "
+            "kvservice_client.use(kvservice_client.connect(address))"
+        )
+    return _current
+
+
+_current: Client | None = None
+
+
+def _is_lone_worker(connections: Connections, transport: GrpcTransport) -> bool:
+    """Ask the server's health service what it serves."""
+    timeout_s = connections.config.timeout_s
+    try:
+        for service, lone in ((MANAGER, False), (WORKER, True)):
+            name = service.full_name
+
+            def attempt(left_s: float, name: str = name) -> bool:
+                return transport.serves(name, timeout_s=left_s)
+
+            if connections.retrier.run(attempt, timeout_s):
+                return lone
+    finally:
+        transport.close()
+    raise NotFound(f"what answers at {connections.front} is neither a manager nor a worker")
+
+
+def _layer_specs(
+    layers: Sequence[LayerSpec | LayerGeometry] | None, windows: Sequence[int | None] | None
+) -> tuple[LayerSpec, ...]:
+    stated = [
+        LayerSpec(geometry=layer) if isinstance(layer, LayerGeometry) else layer
+        for layer in layers or ()
+    ]
+    if windows is None:
+        return tuple(stated)
+    if stated and len(windows) != len(stated):
+        raise InvalidRequest(f"windows must be one for each of {len(stated)} layers")
+    if any(layer.window is not None for layer in stated):
+        raise InvalidRequest("state windows in `layers` or in `windows`, not in both")
+    if not stated:
+        return tuple(LayerSpec(window=window) for window in windows)
+    return tuple(
+        replace(layer, window=window) for layer, window in zip(stated, windows, strict=True)
+    )

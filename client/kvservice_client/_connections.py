@@ -1,0 +1,120 @@
+"""What all calls of a client share: ways to servers, time limits, retries."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from kvservice.clock import Clock, SystemClock
+from kvservice.core.errors import Unavailable
+from kvservice.wire.names import MANAGER, WORKER
+from kvservice_client._retry import Detection, Random, Retrier, RetryPolicy
+from kvservice_client._transport import Dial, Transport
+
+FRONT: Final = ""
+"""Stands for the address that the client was connected to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Time limits of a client, in seconds.
+
+    Fields:
+        timeout_s: For one call of the client's or a session's, retries included.
+        detection_s: A worker that does not answer for so long is dead: PagesLost.
+        silence_s: The longest that a connection can be dead unnoticed.
+    """
+
+    timeout_s: float = 30.0
+    detection_s: float = 4.0
+    silence_s: float = 3.0
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+
+class Connections:
+    """Ways to servers, made at first use and kept. Thread-safe.
+
+    Args:
+        front: The address that the client was connected to.
+        dial: Makes the way to an address.
+        lone_worker: `front` is a worker without a manager, not a manager.
+        on_close: Called at the end of `close`.
+    """
+
+    def __init__(
+        self,
+        front: str,
+        dial: Dial,
+        *,
+        lone_worker: bool = False,
+        config: ClientConfig | None = None,
+        clock: Clock | None = None,
+        rng: Random | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.front = front
+        self.lone_worker = lone_worker
+        self.config = config if config is not None else ClientConfig()
+        self.clock: Clock = clock if clock is not None else SystemClock()
+        self.retrier = Retrier(self.clock, rng, self.config.retry)
+        self.detection = Detection(self.config.detection_s, self.config.silence_s)
+        self._dial = dial
+        self._lock = threading.Lock()
+        self._transports: dict[str, Transport] = {}
+        self._closed = False
+        self._on_close = on_close
+
+    def to(self, address: str) -> Transport:
+        """Return the way to an address; `FRONT` stands for the client's own server."""
+        address = address or self.front
+        transport = self._transports.get(address)
+        if transport is None:
+            with self._lock:
+                if self._closed:
+                    raise Unavailable("the client is closed")
+                transport = self._transports.get(address)
+                if transport is None:
+                    transport = self._transports[address] = self._dial(address)
+        return transport
+
+    def ask(
+        self,
+        address: str,
+        method: str,
+        request: Message,
+        *,
+        timeout_s: float | None = None,
+        detection: Detection | None = None,
+    ) -> Any:
+        """Make a unary call that may be repeated, trying again while nobody answers.
+
+        Args:
+            address: A worker's, or `FRONT`.
+            timeout_s: None: the configured one.
+
+        Raises:
+            ServerDead: With `detection` only; see `Retrier.run`.
+            KVServiceError: What the service answers, or Unavailable, or DeadlineExceeded.
+        """
+        manager = address == FRONT and not self.lone_worker
+        service = MANAGER.full_name if manager else WORKER.full_name
+
+        def attempt(left_s: float) -> Any:
+            return self.to(address).call(service, method, request, timeout_s=left_s)
+
+        return self.retrier.run(attempt, timeout_s or self.config.timeout_s, detection)
+
+    def close(self) -> None:
+        """End everything in flight."""
+        with self._lock:
+            self._closed = True
+            transports = list(self._transports.values())
+        self.retrier.close()
+        for transport in transports:
+            transport.close()
+        if self._on_close is not None:
+            self._on_close()

@@ -1,0 +1,95 @@
+"""Which worker holds which positions of a session, as the client knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvservice.core import session as core
+from kvservice.core.geometry import cdiv
+from kvservice_client._transport import AttendStream
+
+Lengths = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Extent:
+    """Positions [starts[row], stops[row]) of each row, on one incarnation of one worker.
+
+    Of the tail, `stops` is not kept: it ends where the session does.
+
+    Fields:
+        stream: The session's own way to the worker for Attend, once opened.
+        lost: The worker is known to be dead, or to live another life.
+        knows_padding: Whether the worker has been told of all padding so far.
+    """
+
+    address: str
+    incarnation: str
+    starts: Lengths
+    stops: Lengths
+    worker_id: str = ""
+    stream: AttendStream | None = field(default=None, repr=False)
+    lost: bool = False
+    knows_padding: bool = True
+
+    def close_stream(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+
+    def cut(self, keep: Sequence[int]) -> None:
+        """Drop each row's positions from `keep[row]` on. A start moves down to where it ends."""
+        self.starts = _lowest(self.starts, keep)
+        self.stops = _lowest(self.stops, keep)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Let new row i be old row rows[i]."""
+        self.starts = tuple(self.starts[row] for row in rows)
+        self.stops = tuple(self.stops[row] for row in rows)
+
+    def is_empty(self, stops: Sequence[int]) -> bool:
+        """Whether it holds nothing of any row, where the rows end at `stops`."""
+        return all(start >= stop for start, stop in zip(self.starts, stops, strict=True))
+
+
+def adopt(known: Sequence[Extent], told: Sequence[core.Extent], longest: Lengths) -> list[Extent]:
+    """Return the session's extents as the service tells them, keeping what is known of each.
+
+    Args:
+        known: The extents so far.
+        told: In position order, with addresses that can be dialled.
+        longest: Per row: where the session ends.
+    """
+    by_life = {(extent.address, extent.incarnation): extent for extent in known}
+    result: list[Extent] = []
+    for one in told:
+        extent = by_life.get((one.address, one.incarnation))
+        if extent is None:
+            starts = one.starts or (longest if result else (0,) * len(longest))
+            extent = Extent(one.address, one.incarnation, starts, longest, one.worker_id)
+            extent.knows_padding = not result
+        result.append(extent)
+    for extent, following in pairwise(result):
+        extent.stops = following.starts
+    return result
+
+
+def cut_into_parts(counts: Sequence[int], num_parts: int, page_size: int) -> list[Lengths]:
+    """Cut the first tokens of a session for several workers, at page boundaries.
+
+    All rows are cut at the same offsets; a row that is shorter has nothing in the later parts.
+
+    Returns:
+        Per part, per row: its first position. At most `num_parts` parts, none of them empty for
+        the longest row, as even as pages allow.
+    """
+    pages = cdiv(max(counts), page_size)
+    pages_each = max(1, cdiv(pages, num_parts))
+    offsets = range(0, max(1, pages), pages_each)
+    return [tuple(min(offset * page_size, count) for count in counts) for offset in offsets]
+
+
+def _lowest(positions: Sequence[int], keep: Sequence[int]) -> Lengths:
+    return tuple(min(position, bound) for position, bound in zip(positions, keep, strict=True))

@@ -1,0 +1,194 @@
+"""Leases of a client's sessions: renewed while idle, given back when nobody needs them.
+
+One thread a client does it all, so that a finalizer, which may run anywhere at any time, never
+makes a call or takes a lock: it leaves a note in a queue.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from kvservice.core.errors import KVServiceError
+from kvservice.v1 import types_pb2
+from kvservice_client._connections import Connections
+
+EXIT_TIMEOUT_S: Final = 2.0
+"""How long the interpreter's end may wait for releases. Leases see to what is left."""
+
+MAX_BATCH: Final = 1000  # sessions in one call
+
+_log = logging.getLogger("kvservice_client")
+
+
+class Note(Enum):
+    """What the thread is told, besides leases to release."""
+
+    LOOK = "a lease is new"
+    END = "release all, and end"
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """One session's lease, as its owner and the renewing thread share it.
+
+    Fields:
+        addresses: Of the workers that hold the session. Empty: ask whoever opened it.
+        due_at: When to renew, in the clock's monotonic seconds. Every call moves it on.
+        open: Whether there is something to renew and to release.
+    """
+
+    session_id: str
+    ttl_s: float
+    addresses: tuple[str, ...]
+    due_at: float
+    open: bool = True
+
+    def renewed(self, now: float) -> None:
+        self.due_at = now + self.ttl_s / 3
+
+
+class Leases:
+    """The leases of one client's sessions. Thread-safe.
+
+    The thread starts with the first session and ends with `close`, or after `close_soon`.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._clock = connections.clock
+        self._lock = threading.Lock()
+        self._leases: set[Lease] = set()
+        self._notes: SimpleQueue[Lease | Note] = SimpleQueue()  # a lease: to be released
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    def add(self, lease: Lease) -> None:
+        """Renew this lease from now on."""
+        with self._lock:
+            self._leases.add(lease)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="kvservice-leases", daemon=True
+                )
+                self._thread.start()
+                _ALIVE.add(self)
+        self._notes.put(Note.LOOK)  # it may be shorter than those we have
+
+    def forget(self, lease: Lease) -> None:
+        """Neither renew nor release it any more."""
+        lease.open = False
+        with self._lock:
+            self._leases.discard(lease)
+
+    def release_soon(self, lease: Lease) -> None:
+        """Release a session in the background. For finalizers: takes no lock, makes no call."""
+        self._notes.put(lease)
+
+    def close_soon(self) -> None:
+        """Release all and end the thread, in the background. For finalizers."""
+        self._notes.put(Note.END)
+
+    def close(self, timeout_s: float) -> None:
+        """Release all that is open, and end the thread, or leave it after `timeout_s`."""
+        if os.getpid() != self._pid:
+            return  # a forked child: the sessions are its parent's
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self._notes.put(Note.END)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def renew_due(self) -> float | None:
+        """Renew what is due, and what will be soon. Return the seconds until the next is due."""
+        now = self._clock.monotonic()
+        with self._lock:
+            leases = [lease for lease in self._leases if lease.open]
+        # What is due within a twelfth of its time goes along, so that calls are few.
+        due = [lease for lease in leases if lease.due_at - lease.ttl_s / 12 <= now]
+        if due:
+            self._renew(due)
+        earliest = min((lease.due_at for lease in leases), default=None)
+        return None if earliest is None else max(0.0, earliest - self._clock.monotonic())
+
+    # -- the thread
+
+    def _run(self) -> None:
+        ending = False
+        while not ending:
+            notes = self._wait_for_notes(self.renew_due())
+            ending = Note.END in notes
+            with self._lock:
+                self._closed |= ending
+                released = set(self._leases) if ending else set()
+                released.update(note for note in notes if isinstance(note, Lease))
+                self._leases -= released
+            self._release([lease for lease in released if lease.open])
+        _ALIVE.discard(self)
+
+    def _wait_for_notes(self, timeout_s: float | None) -> list[Lease | Note]:
+        notes: list[Lease | Note] = []
+        try:
+            notes.append(self._notes.get(timeout=timeout_s))
+            while True:
+                notes.append(self._notes.get_nowait())
+        except Empty:
+            return notes
+
+    def _release(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            lease.open = False
+        for address, ids in _batches(leases):
+            request = types_pb2.ReleaseRequest(session_ids=ids)
+            try:
+                self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
+            except KVServiceError as error:
+                _log.info("%d sessions are left to their leases: %s", len(ids), error)
+
+    def _renew(self, leases: Sequence[Lease]) -> None:
+        timeout_s = max(0.1, min(lease.ttl_s for lease in leases) / 12)
+        failed: set[str] = set()
+        for address, ids in _batches(leases):
+            request = types_pb2.RenewLeaseRequest(session_ids=ids)
+            try:
+                self._connections.ask(address, "RenewLease", request, timeout_s=timeout_s)
+            except KVServiceError as error:
+                failed.add(address)
+                _log.info("%d leases at %s could not be renewed: %s", len(ids), address, error)
+        now = self._clock.monotonic()
+        for lease in leases:
+            if failed.isdisjoint(lease.addresses or ("",)):
+                lease.renewed(now)
+            else:
+                lease.due_at = now + lease.ttl_s / 12
+
+
+def _batches(leases: Iterable[Lease]) -> Iterator[tuple[str, list[str]]]:
+    """Yield addresses with the session ids to name there; "" is the client's own server."""
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+    for lease in leases:
+        for address in lease.addresses or ("",):
+            ids[address].append(lease.session_id)
+    for address, listed in ids.items():
+        for start in range(0, len(listed), MAX_BATCH):
+            yield address, listed[start : start + MAX_BATCH]
+
+
+_ALIVE: weakref.WeakSet[Leases] = weakref.WeakSet()
+
+
+@atexit.register
+def _release_at_exit() -> None:
+    for leases in list(_ALIVE):
+        leases.close(EXIT_TIMEOUT_S)

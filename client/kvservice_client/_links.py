@@ -1,0 +1,180 @@
+"""Calls of one session to the workers that hold it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
+
+from kvservice.core import session as core
+from kvservice.core.errors import (
+    DeadlineExceeded,
+    Draining,
+    InternalError,
+    KVServiceError,
+    PagesLost,
+    StaleWorker,
+    Unavailable,
+    WorkerLost,
+)
+from kvservice.v1 import types_pb2, worker_pb2
+from kvservice.wire import convert
+from kvservice.wire.names import WORKER
+from kvservice_client._connections import FRONT, Connections
+from kvservice_client._extents import Extent
+from kvservice_client._leases import Lease
+from kvservice_client._mirror import Mirror
+from kvservice_client._retry import Attempt, ServerDead
+from kvservice_client._transport import AttendStream
+
+OUTCOME_UNKNOWN: Final = (PagesLost, Unavailable, DeadlineExceeded, InternalError)
+"""After these it is not known whether a call was carried out. The worst comes first."""
+
+T = TypeVar("T")
+AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
+Outcome = worker_pb2.AttendResult | KVServiceError
+
+
+class Links:
+    """A session's ways to its workers. The session's lock is held by the caller.
+
+    Every method tries again while a worker does not answer; when it counts as dead, or lives
+    another life, the extent is marked lost and PagesLost raised.
+    """
+
+    def __init__(self, connections: Connections, mirror: Mirror, lease: Lease) -> None:
+        self.connections = connections
+        self.lease = lease
+        self._mirror = mirror
+
+    def unary(self, extent: Extent, method: str, request: Message) -> Any:
+        """Make a call that may be repeated."""
+
+        def attempt(left_s: float) -> Any:
+            transport = self.connections.to(extent.address)
+            return transport.call(WORKER.full_name, method, request, timeout_s=left_s)
+
+        return self._run(extent, attempt)
+
+    def write(self, extent: Extent, call: worker_pb2.WriteCall) -> worker_pb2.WriteResponse:
+        def attempt(left_s: float) -> worker_pb2.WriteResponse:
+            return self.connections.to(extent.address).write(call, timeout_s=left_s)
+
+        return self._run(extent, attempt)
+
+    def read(self, extent: Extent, request: worker_pb2.ReadRequest) -> worker_pb2.ReadResult:
+        def attempt(left_s: float) -> worker_pb2.ReadResult:
+            return self.connections.to(extent.address).read(request, timeout_s=left_s)
+
+        return self._run(extent, attempt)
+
+    def attend(self, calls: AttendCalls) -> list[Outcome]:
+        """Send all calls, then collect the results or errors, in the same order.
+
+        Only the calls without an answer are repeated. Errors that a worker answers are returned,
+        so that each call's outcome is known.
+        """
+        try:
+            if len(calls) == 1:
+                return [self._attend_again(*calls[0])]
+            waiting = [self._send(extent, call) for extent, call in calls]
+            return [
+                self._receive(extent, call) if sent else self._attend_again(extent, call)
+                for sent, (extent, call) in zip(waiting, calls, strict=True)
+            ]
+        except BaseException:
+            for extent, _ in calls:
+                extent.close_stream()  # an answer may be under way that nobody waits for
+            raise
+
+    def let_go(self, extents: Sequence[Extent]) -> None:
+        """Give back extents that hold nothing the session needs. What fails, the lease ends."""
+        for extent in extents:
+            extent.close_stream()
+            request = types_pb2.ReleaseRequest(session_ids=[self._mirror.id])
+            if not extent.lost:
+                with contextlib.suppress(KVServiceError):
+                    self.unary(extent, "Release", request)
+        self.follow_extents()
+
+    def ask_front(self, method: str, request: Message) -> Any:
+        """Call the client's own server."""
+        return self.connections.ask(FRONT, method, request)
+
+    def told_extents(self, session: types_pb2.Session) -> list[core.Extent]:
+        """Return the extents of an answer, with addresses to dial."""
+        return reachable_extents(self.connections, session)
+
+    def follow_extents(self) -> None:
+        """Renew and release the session where it is now."""
+        self.lease.addresses = tuple(
+            dict.fromkeys(extent.address for extent in self._mirror.extents if not extent.lost)
+        )
+
+    # -- one call
+
+    def _run(self, extent: Extent, attempt: Attempt[T]) -> T:
+        if extent.lost:
+            raise self._mirror.pages_lost()
+        connections = self.connections
+        try:
+            result = connections.retrier.run(
+                attempt, connections.config.timeout_s, connections.detection
+            )
+        except (ServerDead, StaleWorker) as error:
+            extent.lost = True
+            extent.close_stream()
+            raise self._mirror.pages_lost() from error
+        except Draining:
+            raise
+        except Unavailable as error:
+            raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
+        self.lease.renewed(connections.clock.monotonic())
+        return result
+
+    def _attend_again(self, extent: Extent, call: worker_pb2.AttendCall) -> Outcome:
+        def attempt(left_s: float) -> worker_pb2.AttendResult:
+            return self._stream(extent).attend(call, timeout_s=left_s)
+
+        try:
+            return self._run(extent, attempt)
+        except KVServiceError as error:
+            return error
+
+    def _send(self, extent: Extent, call: worker_pb2.AttendCall) -> bool:
+        try:
+            self._stream(extent).send(call, timeout_s=self.connections.config.timeout_s)
+        except Unavailable:
+            extent.close_stream()
+            return False
+        return True
+
+    def _receive(self, extent: Extent, call: worker_pb2.AttendCall) -> Outcome:
+        try:
+            result = self._stream(extent).receive()
+        except StaleWorker:
+            return self._attend_again(extent, call)  # its answer is the same, and is dealt with
+        except Unavailable:
+            return self._attend_again(extent, call)
+        except KVServiceError as error:
+            return error
+        self.lease.renewed(self.connections.clock.monotonic())
+        return result
+
+    def _stream(self, extent: Extent) -> AttendStream:
+        if extent.stream is None:
+            extent.stream = self.connections.to(extent.address).open_stream()
+        return extent.stream
+
+
+def reachable_extents(connections: Connections, session: types_pb2.Session) -> list[core.Extent]:
+    """Return the extents of an answer. A lone worker is where we have found it."""
+    extents = convert.session_from_pb(session).extents
+    if not connections.lone_worker:
+        return list(extents)
+    return [
+        core.Extent(one.worker_id, connections.front, one.incarnation, one.starts, one.stops)
+        for one in extents
+    ]

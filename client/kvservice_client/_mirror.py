@@ -1,0 +1,214 @@
+"""The client's picture of a session. Plain values, no calls.
+
+The client is the session's only writer, so it knows lengths, padding and epoch without asking;
+only a call whose outcome is unknown makes the picture uncertain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvservice.core.errors import PagesLost
+from kvservice.core.session import EvictBefore, RowRange, SessionInfo, SessionSpec
+from kvservice_client._extents import Extent, Lengths
+from kvservice_client._padding import Padding
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass: what its layers share, and how far it has come.
+
+    Fields:
+        number: As sent to the workers.
+        counts: Per row: new tokens. All 0 in a step without appends.
+        positions: Per row: of the first new token, in every layer.
+        after: Per row: the length once they are stored.
+        padding: All padding once the step's tokens are stored.
+        new_padding: What of it the workers have not been told before.
+        given_padding: The caller's array it was read from, to recognise it in the next layer.
+        evict_before: What the workers may free.
+        earlier_layers: Layers that had stored something before the step began.
+        appended: Layer -> per row, the position of the first token it has appended.
+        begun: Whether a worker has accepted a call of the step.
+        failed_layer: The layer whose call has failed last, until it is repeated.
+        greeted: Extents that have the step's header.
+    """
+
+    number: int
+    counts: Lengths
+    positions: Lengths
+    after: Lengths
+    padding: Padding
+    new_padding: list[RowRange] = field(default_factory=list)
+    given_padding: object = None
+    evict_before: list[EvictBefore] = field(default_factory=list)
+    earlier_layers: frozenset[int] = frozenset()
+    appended: dict[int, Lengths] = field(default_factory=dict)
+    begun: bool = False
+    failed_layer: int | None = None
+    greeted: list[Extent] = field(default_factory=list)
+
+    @property
+    def appends(self) -> bool:
+        return any(self.counts)
+
+
+class Mirror:
+    """What is known of a session: rows, epoch, lengths by layer, padding, step, extents.
+
+    Lengths are positions, one past the newest token, padding included. Layers that have the same
+    lengths mostly share one tuple, so that comparing them costs nothing.
+    """
+
+    def __init__(self, info: SessionInfo, extents: list[Extent]) -> None:
+        self.id = info.session_id
+        self.spec: SessionSpec = info.spec
+        self.epoch = info.epoch
+        self.last_step = info.step
+        self.num_rows = len(info.lengths[0]) if info.lengths else info.spec.num_rows
+        self.lengths: dict[int, Lengths] = {
+            layer: lengths for layer, lengths in enumerate(info.lengths) if any(lengths)
+        }
+        self.padding = Padding.none(self.num_rows)
+        self.step: Step | None = None
+        self.extents = extents
+        self.uncertain = False  # the workers may have stored more than `lengths` says
+        self.windows = tuple(layer.window for layer in info.spec.layers)
+
+    @property
+    def tail(self) -> Extent:
+        return self.extents[-1]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are stated, or have stored something."""
+        return max(len(self.spec.layers), max(self.lengths, default=-1) + 1)
+
+    def layer_lengths(self, layer: int) -> Lengths:
+        return self.lengths.get(layer) or (0,) * self.num_rows
+
+    def longest(self) -> Lengths:
+        """Return per row the length of its longest layer."""
+        return self._over_layers(max)
+
+    def shortest(self) -> Lengths:
+        """Return per row the length that every layer has which takes part in steps."""
+        step = self.step
+        if step is not None and not step.earlier_layers:
+            # The session's first step: which layers it has is not yet seen from what is stored.
+            stated = range(len(self.spec.layers))
+            missing = any(layer not in self.lengths for layer in stated)
+            if missing or (step.failed_layer is not None and step.failed_layer not in self.lengths):
+                return (0,) * self.num_rows
+        return self._over_layers(min)
+
+    def stops_of(self, extent: Extent) -> Lengths:
+        """Return per row where an extent ends."""
+        return self.longest() if extent is self.tail else extent.stops
+
+    def evictions(self, retain: int | None) -> list[EvictBefore]:
+        """Return, by layer group, the positions that the next step's queries do not see.
+
+        Args:
+            retain: Tokens kept beyond the window, for roll-back. None: evict nothing.
+        """
+        if retain is None:
+            return []
+        result = []
+        for window in sorted({window for window in self.windows if window is not None}):
+            stored = [
+                self.lengths[layer]
+                for layer, of_layer in enumerate(self.windows)
+                if of_layer == window and layer in self.lengths
+            ]
+            if stored:
+                behind = window - 1 + retain
+                positions = tuple(max(0, length - behind) for length in _per_row(min, stored))
+                if any(positions):
+                    result.append(EvictBefore(window, positions))
+        return result
+
+    # -- structural changes
+
+    def cut(self, keep: Sequence[int]) -> list[Extent]:
+        """Cut every layer of each row to `keep[row]`. Returns extents that hold nothing now."""
+        cuts: dict[Lengths, Lengths] = {}
+        for layer, lengths in self.lengths.items():
+            if lengths not in cuts:
+                cuts[lengths] = tuple(map(min, lengths, keep))
+            self.lengths[layer] = cuts[lengths]
+        self.padding = self.padding.cut(keep)
+        for extent in self.extents:
+            extent.cut(keep)
+        self._next_epoch()
+        return self.drop_empty(keep_first=1)
+
+    def reset(self) -> list[Extent]:
+        """Drop all tokens. Returns extents that are not needed to start again."""
+        self.lengths = {}
+        self.padding = Padding.none(self.num_rows)
+        nothing = (0,) * self.num_rows
+        for extent in self.extents:
+            extent.starts = extent.stops = nothing
+        self._next_epoch()
+        self.uncertain = False
+        return self.drop_empty(keep_first=self.spec.spread)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Let new row i be old row rows[i]."""
+        picked: dict[Lengths, Lengths] = {}
+        for layer, lengths in self.lengths.items():
+            if lengths not in picked:
+                picked[lengths] = tuple(lengths[row] for row in rows)
+            self.lengths[layer] = picked[lengths]
+        self.padding = self.padding.select(rows)
+        for extent in self.extents:
+            extent.select(rows)
+        self.num_rows = len(rows)
+        self._next_epoch()
+
+    def drop_empty(self, keep_first: int) -> list[Extent]:
+        """Take extents from the end that hold nothing, so that the tail goes back.
+
+        Args:
+            keep_first: How many stay, whatever they hold.
+        """
+        dropped: list[Extent] = []
+        longest = self.longest()
+        while len(self.extents) > keep_first and self.tail.is_empty(longest):
+            dropped.append(self.extents.pop())
+        return dropped
+
+    # -- losses
+
+    def find_lost(self) -> Extent | None:
+        """Return the lowest extent that is lost."""
+        return next((extent for extent in self.extents if extent.lost), None)
+
+    def pages_lost(self) -> PagesLost:
+        """Return the error that says from where the session's tokens are gone."""
+        lost = self.find_lost()
+        assert lost is not None, "nothing is lost"
+        position = min(lost.starts, default=0)
+        return PagesLost(
+            f"the worker {lost.worker_id or lost.address} has died with this session's pages from "
+            f"position {position} on: pop to there, and feed the rest again",
+            from_position=position,
+        )
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.step = None
+
+    def _over_layers(self, choose: Callable[..., int]) -> Lengths:
+        lengths = list({id(one): one for one in self.lengths.values()}.values())
+        if not lengths:
+            return (0,) * self.num_rows
+        return _per_row(choose, lengths)
+
+
+def _per_row(choose: Callable[..., int], lengths: Sequence[Lengths]) -> Lengths:
+    if len(lengths) == 1:
+        return lengths[0]
+    return tuple(map(choose, *lengths))

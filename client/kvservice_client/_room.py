@@ -1,0 +1,34 @@
+"""Room on another worker, when the tail is full."""
+
+from __future__ import annotations
+
+from kvservice.core.errors import KVServiceError, OutOfPages
+from kvservice.v1 import types_pb2
+from kvservice_client._extents import adopt
+from kvservice_client._links import Links
+from kvservice_client._mirror import Mirror
+
+
+def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError | None:
+    """Ask the manager for room for more tokens in each row, and adopt the extents it names.
+
+    Returns:
+        None if there is room now, or else why there is none; then nothing has changed.
+    """
+    if links.connections.lone_worker:
+        return OutOfPages("there is no manager, so no other worker to go to")
+    request = types_pb2.AppendRequest(
+        session_id=mirror.id,
+        epoch=mirror.epoch,
+        token_count=token_count,
+        expected_lengths=mirror.longest(),
+    )
+    try:
+        session = links.ask_front("Append", request).session
+    except KVServiceError as error:
+        return error
+    mirror.extents = adopt(mirror.extents, links.told_extents(session), mirror.longest())
+    empty = [one for one in mirror.extents[:-1] if one.is_empty(one.stops)]
+    mirror.extents = [one for one in mirror.extents if one not in empty]
+    links.let_go(empty)
+    return None

@@ -1,0 +1,527 @@
+"""Session: one decoder's cache on the service, as a decoder holds it."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from kvservice.core.errors import (
+    InvalidRequest,
+    KVServiceError,
+    PositionOutOfRange,
+    SessionNotFound,
+)
+from kvservice.core.session import WorkerStats
+from kvservice.v1 import types_pb2
+from kvservice.wire import convert
+from kvservice_client._arrays import Kind, kind_of, to_ints
+from kvservice_client._ask import (
+    check_agree,
+    check_layer,
+    read_counts,
+    read_positions,
+    read_queries,
+    read_scoring,
+    read_tokens,
+)
+from kvservice_client._attend import Attender
+from kvservice_client._changes import Changes
+from kvservice_client._connections import Connections
+from kvservice_client._extents import Extent, adopt
+from kvservice_client._leases import Lease, Leases
+from kvservice_client._links import Links, reachable_extents
+from kvservice_client._mirror import Mirror
+from kvservice_client._steps import Ask
+from kvservice_client._tokens import TokenAccess, place, read_rows
+
+
+class Session:
+    """An ordered batch of sequences on the service that step together. Made by a Client.
+
+    It has one user at a time; a lock sees to that. Arrays are torch's, numpy's or JAX's, and
+    what returns is of the same kind, dtype and device. The session is released when this object
+    goes, or the process ends normally, unless `detach` let go of it.
+
+    After a call that raises, the session is as before, but for these: `PagesLost` (pop to
+    `metadata["from_position"]`, and feed the rest again), and an Attend that has failed after
+    other layers of its step had stored: repeat it, or `roll_back()`.
+
+    Raises, everywhere:
+        SessionNotFound: It was released, or its lease has expired.
+        StaleEpoch: Somebody has attached to it; this object is of no more use.
+        WorkerLost, Unavailable: Nobody answers; it was retried for the client's `timeout_s`.
+        DeadlineExceeded: The answer took longer than `timeout_s`. The same call may be repeated.
+        PagesLost: A worker has died with some of the session's pages.
+
+    Attributes:
+        retain: Tokens kept beyond each window, so that as many can be popped. None: nothing is
+            evicted (while a cache records its past). Read at the start of each step.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        leases: Leases,
+        opened: types_pb2.Session,
+        owner: object,
+    ) -> None:
+        """Take over a session that was just opened, forked or attached.
+
+        Args:
+            owner: Kept alive as long as this session.
+        """
+        info = convert.session_from_pb(opened)
+        mirror = Mirror(info, [])
+        mirror.extents = adopt((), reachable_extents(connections, opened), mirror.longest())
+        lease = Lease(info.session_id, info.spec.ttl_s, (), 0.0)
+        lease.renewed(connections.clock.monotonic())
+        self._init(connections, leases, owner, mirror, lease)
+
+    def _init(
+        self,
+        connections: Connections,
+        leases: Leases,
+        owner: object,
+        mirror: Mirror,
+        lease: Lease,
+    ) -> None:
+        self.retain: int | None = 0
+        self._owner = owner
+        self._leases = leases
+        self._lock = threading.RLock()
+        self._mirror = mirror
+        self._lease = lease
+        self._links = Links(connections, mirror, lease)
+        self._changes = Changes(mirror, self._links)
+        self._attender = Attender(mirror, self._links, self._changes)
+        self._access = TokenAccess(mirror, self._links)
+        self._kind = Kind()
+        self._links.follow_extents()
+        leases.add(lease)
+        self._finalizer = weakref.finalize(self, leases.release_soon, lease)
+        self._finalizer.atexit = False  # `Leases` sees to the process's end
+
+    # -- what is known without asking
+
+    @property
+    def id(self) -> str:
+        """The session's id, for `Client.attach`."""
+        return self._mirror.id
+
+    @property
+    def num_rows(self) -> int:
+        return self._mirror.num_rows
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that were stated at `open`, or have stored something."""
+        return self._mirror.num_layers
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each stated layer."""
+        return self._mirror.windows
+
+    @property
+    def page_size(self) -> int:
+        return self._mirror.spec.page_size
+
+    @property
+    def epoch(self) -> int:
+        """Structural changes so far, plus 1."""
+        return self._mirror.epoch
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was released or detached, by this object or with its client."""
+        return not self._lease.open
+
+    def lengths(self, layer: int = 0) -> tuple[int, ...]:
+        """Return a layer's length of each row, padding included. Asks nobody."""
+        with self._lock:
+            return self._mirror.layer_lengths(check_layer(layer))
+
+    # -- attention
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any = None,
+        v: Any = None,
+        *,
+        pos: int | Sequence[int] | None = None,
+        scale: float | None = None,
+        mask: Any = "causal",
+        window: int | None = None,
+        chunk: int | None = None,
+        counts: Sequence[int] | None = None,
+        softcap: float | None = None,
+        sinks: Any = None,
+        bias: Any = None,
+        padding: Any = None,
+        column_starts: int | Sequence[int] | None = None,
+        query_positions: int | Sequence[int] | None = None,
+    ) -> Any:
+        """Store new keys and values of one layer, attend to all that is stored, return the output.
+
+        A *step* is one forward pass: it begins at the first append to a layer that has already
+        appended in the current one. Its layers share counts, positions and padding.
+
+        Args:
+            q: float[rows, heads, tokens, dim]. With `counts`: [sum(counts), heads, dim], the
+                tokens of all rows one after the other.
+            k, v: Alike, with heads that divide q's (query head h reads KV head h // group_size).
+                None: attend only, as part of the current step; may be repeated freely.
+            pos: Position of the first new token, of all rows or of each. None: the layer's
+                lengths. Where the layer's last append of this step stood: a repeat of that.
+            scale: Factor on q·k. None: 1 / sqrt(dim).
+            mask: "causal"; "full": every stored position; "chunk": causal within chunks of
+                `chunk` positions, counted from the end of leading padding; or an array, bool
+                (True: seen) or float (added to the scores), [rows or 1, heads or 1, queries,
+                columns].
+            window: With "causal": a query sees the newest `window` positions, its own included.
+            counts: New tokens (without k: queries) of each row, possibly 0.
+            softcap: Scores become softcap * tanh(score / softcap), before bias and mask.
+            sinks: float[heads]: a logit that takes part in the softmax, without a value.
+            bias: float[rows or 1, heads or 1, queries, columns], added to the scores.
+            padding: Which new tokens are padding, bool[rows, tokens] (with `counts`:
+                bool[sum(counts)]); or bool[rows, longest length afterwards], all positions, where
+                older ones may have turned into padding. Padding is never seen, and a query that
+                is padding returns 0. None in a later layer of a step: as its first layer said.
+            column_starts: Position of column 0 of a mask array and bias, of all rows or of each;
+                may be negative. None: the last column is the newest position.
+            query_positions: Position of the first query, of all rows or of each. None: the new
+                tokens; where there are none, or another number of them, the newest positions, or
+                none at all for mask "full" (cross attention).
+
+        Returns:
+            [rows, heads, tokens, v_dim] or packed, as q; strided as it arrived (tokens before
+            heads). 0 for queries that see nothing.
+
+        Raises:
+            InvalidRequest, GeometryMismatch: Shapes, dtypes or ranges. Nothing was sent, or
+                stored.
+            OutOfOrder: `pos` is not the layer's length.
+            Conflict: It does not fit the current step, or the last one has died half-way.
+            OutOfPages: No worker has room. Nothing has been stored; only in the first step of a
+                session that has not stated its layers, a later layer may be refused: roll back.
+        """
+        with self._lock:
+            self._ready()
+            num_rows = self._mirror.num_rows
+            given = None if counts is None else read_counts(counts, num_rows)
+            queries = read_queries(q, num_rows, given)
+            tokens = None
+            if k is not None or v is not None:
+                tokens = read_tokens(k, v, num_rows, given)
+                check_agree(queries, tokens)
+            scoring = read_scoring(
+                queries,
+                mask=mask,
+                window=window,
+                chunk=chunk,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                bias=bias,
+                column_starts=column_starts,
+            )
+            ask = Ask(check_layer(layer), queries, tokens, scoring)
+            if query_positions is not None:
+                ask.query_positions = read_positions(query_positions, num_rows, "query_positions")
+            if pos is not None and tokens is None:
+                raise InvalidRequest("pos goes with k and v; say query_positions without them")
+            first = None if pos is None else read_positions(pos, num_rows)
+            self._kind = queries.kind
+            return self._attender.attend(ask, first, padding, self.retain)
+
+    # -- keys and values
+
+    def write(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        *,
+        positions: Any = None,
+        rows: Sequence[int] | None = None,
+        padding: Any = None,
+    ) -> None:
+        """Store keys and values at any positions of a layer, without attention.
+
+        Positions that a write leaves out beyond a row's end become padding, for good.
+
+        Args:
+            k, v: float[rows, kv_heads, tokens, dim].
+            positions: Where the tokens go: a list for all rows, or one for each; in any order,
+                the last of two equal ones wins. None: behind each row's end.
+            rows: Which rows of the session these are. None: all.
+            padding: bool[rows, tokens]: which of the tokens are padding.
+
+        Raises:
+            InvalidRequest, GeometryMismatch, PositionOutOfRange: Nothing has been stored.
+            OutOfPages: No worker has room. Overwriting what several workers hold may have been
+                done on some; it may be repeated.
+        """
+        with self._lock:
+            self._ready()
+            chosen = read_rows(rows, self._mirror.num_rows)
+            tokens = read_tokens(k, v, len(chosen), None)
+            lengths = self._mirror.layer_lengths(check_layer(layer))
+            placed = place(tokens, chosen, lengths, positions, padding)
+            self._kind = kind_of(k, "k")
+            self._access.write(layer, placed)
+
+    def read(
+        self, layer: int, start: int = 0, stop: int | None = None, *, like: Any = None
+    ) -> tuple[Any, Any]:
+        """Return keys and values of positions [start, stop) of every row.
+
+        Args:
+            stop: None: the longest row's length.
+            like: An array whose kind and device the result gets. None: the last one that this
+                session was given, or numpy.
+
+        Returns:
+            k, v: [rows, kv_heads, stop - start, dim], in the layer's dtype. Zeros for padding
+            without a page, and behind a shorter row's end.
+
+        Raises:
+            InvalidRequest: The range is empty, or the layer has stored nothing.
+            PositionOutOfRange: Beyond the longest row, or evicted by the layer's window.
+        """
+        with self._lock:
+            self._ready()
+            longest = max(self._mirror.layer_lengths(check_layer(layer)))
+            stop = longest if stop is None else stop
+            if not 0 <= start < stop:
+                raise InvalidRequest(f"positions must be a range, got [{start}, {stop})")
+            if stop > longest:
+                raise PositionOutOfRange(
+                    f"positions up to {stop} were asked for, the longest row has {longest}",
+                    length=longest,
+                )
+            kind = self._kind if like is None else kind_of(like, "like")
+            return self._access.read(layer, start, stop, kind)
+
+    # -- structural changes
+
+    def pop(
+        self, num_tokens: int | None = None, *, keep: int | Sequence[int] | None = None
+    ) -> None:
+        """Drop the newest tokens of all layers, in one call.
+
+        Args:
+            num_tokens: Drop so many from each row's longest layer; more than there are: all.
+            keep: Or cut to this length, of all rows or of each; at or above it, nothing happens.
+
+        Raises:
+            PositionOutOfRange: The next query could see what a window has evicted.
+            PagesLost: Some of what would stay is lost.
+        """
+        if (num_tokens is None) == (keep is None):
+            raise InvalidRequest("say either num_tokens or keep")
+        with self._lock:
+            self._ready(allow_lost=True)
+            if self._mirror.uncertain:
+                self._changes.refresh()
+            longest = self._mirror.longest()
+            if keep is not None:
+                lengths = read_positions(keep, self.num_rows, "keep")
+            elif type(num_tokens) is int and num_tokens >= 0:
+                lengths = tuple(max(0, length - num_tokens) for length in longest)
+            else:
+                raise InvalidRequest(f"num_tokens must be at least 0, got {num_tokens!r}")
+            if self._mirror.find_lost() is None and all(map(int.__ge__, lengths, longest)):
+                return
+            self._changes.pop(lengths)
+
+    def roll_back(self) -> None:
+        """Cut every row to its shortest layer, after a step that died half-way.
+
+        After it the step can be fed again from its first layer.
+        """
+        with self._lock:
+            self._ready()
+            mirror = self._mirror
+            if mirror.uncertain:
+                self._changes.refresh()
+            shortest = mirror.shortest()
+            if any(map(int.__lt__, shortest, mirror.longest())):
+                self._changes.pop(shortest)
+            mirror.step = None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Let new row i continue old row rows[i], by sharing pages. Changes `num_rows`.
+
+        Args:
+            rows: At least one; any number, repeats allowed.
+        """
+        chosen = to_ints(rows, "rows")
+        with self._lock:
+            self._ready()
+            num_rows = self._mirror.num_rows
+            if not chosen or min(chosen) < 0 or max(chosen) >= num_rows:
+                raise InvalidRequest(f"rows must be below {num_rows}, at least one, got {chosen}")
+            if chosen != list(range(num_rows)):
+                self._changes.select(chosen)
+
+    def reset(self) -> None:
+        """Drop all tokens. Rows, lease and reservation stay."""
+        with self._lock:
+            self._ready(allow_lost=True)
+            self._changes.reset()
+
+    def fork(self, token_count: int | None = None) -> Session:
+        """Open a session that shares this one's pages, or the leading `token_count` of each row.
+
+        Neither sees what is appended to the other afterwards.
+
+        Raises:
+            PositionOutOfRange: A row is shorter, or its window has evicted what the child's next
+                query would see.
+        """
+        with self._lock:
+            self._ready()
+            if self._mirror.uncertain:
+                self._changes.refresh()
+            longest = self._mirror.longest()
+            if token_count is not None and not 1 <= token_count <= min(longest):
+                raise PositionOutOfRange(
+                    f"token_count must be 1 to the shortest row's length, {min(longest)}, got "
+                    f"{token_count}",
+                    length=min(longest),
+                )
+            return self._forked(str(uuid.uuid4()), token_count)
+
+    # -- the end
+
+    def release(self) -> None:
+        """Free the session now. It cannot be used afterwards; again is no error."""
+        with self._lock:
+            if not self._end():
+                return
+            for extent in self._mirror.extents:
+                extent.close_stream()
+            request = types_pb2.ReleaseRequest(session_ids=[self.id])
+            live = [extent for extent in self._mirror.extents if not extent.lost]
+            for extent in live:
+                self._links.unary(extent, "Release", request)
+
+    def detach(self) -> str:
+        """Let go of the session without releasing it; it lives on until its lease ends.
+
+        Returns:
+            The id, for `Client.attach`.
+        """
+        with self._lock:
+            self._ready()
+            self._end()
+            for extent in self._mirror.extents:
+                extent.close_stream()
+            return self.id
+
+    def page_stats(self) -> list[WorkerStats]:
+        """Return the numbers of the workers that hold the session."""
+        with self._lock:
+            self._ready()
+            request = types_pb2.PageStatsRequest()
+            answers = [
+                self._links.unary(extent, "PageStats", request) for extent in self._mirror.extents
+            ]
+        return [convert.stats_from_pb(stats) for one in answers for stats in one.workers]
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"epoch {self.epoch}"
+        return f"<kvservice session {self.id}, {self.num_rows} rows, {state}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a session is not copied or pickled: use fork(), or detach() and attach()")
+
+    # -- inside
+
+    def _ready(self, *, allow_lost: bool = False) -> None:
+        """Check that calls can be made, and finish a structural change in progress."""
+        if not self._lease.open:
+            raise SessionNotFound("the session was released or detached, or its client closed")
+        self._changes.settle()
+        if not allow_lost and self._mirror.find_lost() is not None:
+            raise self._mirror.pages_lost()
+
+    def _end(self) -> bool:
+        """Neither renew nor release it any more. Returns False if that was so before."""
+        was_open = self._lease.open
+        self._finalizer.detach()
+        self._leases.forget(self._lease)
+        return was_open
+
+    def _forked(self, new_id: str, token_count: int | None) -> Session:
+        parent = self._mirror
+        extents = [
+            extent
+            for extent in parent.extents
+            if token_count is None or min(extent.starts) < token_count
+        ]
+        opened: list[tuple[Extent, types_pb2.Session]] = []
+        try:
+            for extent in extents:
+                request = types_pb2.ForkRequest(
+                    session_id=parent.id,
+                    incarnation=extent.incarnation,
+                    epoch=parent.epoch,
+                    new_session_id=new_id,
+                    token_count=token_count,
+                    clip=len(parent.extents) > 1,
+                )
+                opened.append((extent, self._links.unary(extent, "Fork", request).session))
+        except KVServiceError:
+            self._abandon(new_id, extents)
+            raise
+        return self._child(opened, token_count)
+
+    def _abandon(self, new_id: str, extents: Sequence[Extent]) -> None:
+        """Release a fork that was not made on all workers, in the background."""
+        addresses = tuple(extent.address for extent in extents if not extent.lost)
+        self._leases.release_soon(Lease(new_id, self._lease.ttl_s, addresses, 0.0))
+
+    def _child(
+        self, opened: Sequence[tuple[Extent, types_pb2.Session]], token_count: int | None
+    ) -> Session:
+        parent, first = self._mirror, opened[0][1]
+        info = convert.session_from_pb(first)
+        mirror = Mirror(info, [])
+        keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows
+        mirror.num_rows = parent.num_rows
+        mirror.lengths = {
+            layer: tuple(map(min, lengths, keep)) for layer, lengths in parent.lengths.items()
+        }
+        mirror.padding = parent.padding.cut(keep)
+        for extent, _ in opened:
+            mine = Extent(
+                extent.address, extent.incarnation, extent.starts, extent.stops, extent.worker_id
+            )
+            mine.knows_padding = extent.knows_padding
+            mine.cut(keep)
+            mirror.extents.append(mine)
+        lease = Lease(info.session_id, info.spec.ttl_s, (), 0.0)
+        lease.renewed(self._links.connections.clock.monotonic())
+        child = Session.__new__(Session)
+        child._init(self._links.connections, self._leases, self._owner, mirror, lease)
+        child.retain, child._kind = self.retain, self._kind
+        return child

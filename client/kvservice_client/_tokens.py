@@ -1,0 +1,262 @@
+"""Write and Read: keys and values to and from positions, without attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.errors import InvalidRequest, KVServiceError, OutOfPages
+from kvservice.core.geometry import DType
+from kvservice.core.session import RowRange
+from kvservice.v1 import types_pb2, worker_pb2
+from kvservice.wire.tensors import dtype_from_pb
+from kvservice_client._arrays import Kind, from_host, to_bool, to_ints
+from kvservice_client._ask import Tokens, set_tensor, tensor_data
+from kvservice_client._extents import Extent
+from kvservice_client._links import OUTCOME_UNKNOWN, Links
+from kvservice_client._mirror import Mirror
+from kvservice_client._padding import Padding
+from kvservice_client._room import find_room
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Placed:
+    """Tokens with the row and position of each, packed, and which of them are padding."""
+
+    tokens: Tokens
+    rows: Ints
+    positions: Ints
+    padding: npt.NDArray[np.bool_] | None
+
+
+def read_rows(rows: Any, num_rows: int) -> list[int]:
+    """Return the session's rows that are written. None: all."""
+    if rows is None:
+        return list(range(num_rows))
+    listed = to_ints(rows, "rows")
+    if not listed or min(listed) < 0 or max(listed) >= num_rows or len(set(listed)) < len(listed):
+        raise InvalidRequest(f"rows must be different ones below {num_rows}, got {listed}")
+    return listed
+
+
+def place(
+    tokens: Tokens, rows: Sequence[int], lengths: Sequence[int], positions: Any, padding: Any
+) -> Placed:
+    """Say where each token goes.
+
+    Args:
+        tokens: With one count for each of `rows`, all equal.
+        lengths: Per row of the session: where a row appends.
+        positions: None: append. A list for all rows, or one list for each.
+        padding: None, or bool[len(rows), tokens].
+    """
+    num_rows, num_tokens = len(rows), tokens.counts[0]
+    where: Sequence[Sequence[int]]
+    if positions is None:
+        where = [range(lengths[row], lengths[row] + num_tokens) for row in rows]
+    else:
+        where = _read_positions(positions, num_rows, num_tokens)
+    bits = None
+    if padding is not None:
+        bits = to_bool(padding, "padding")
+        if bits.shape != (num_rows, num_tokens):
+            raise InvalidRequest(
+                f"padding must be [{num_rows}, {num_tokens}], the tokens written, got "
+                f"{list(bits.shape)}"
+            )
+        bits = bits.reshape(-1)
+    return Placed(
+        tokens,
+        np.repeat(np.array(rows, np.int64), num_tokens),
+        np.array([list(one) for one in where], np.int64).reshape(-1),
+        bits,
+    )
+
+
+class TokenAccess:
+    """Carries out Write and Read of one session. The session's lock is held by the caller."""
+
+    def __init__(self, mirror: Mirror, links: Links) -> None:
+        self._mirror = mirror
+        self._links = links
+
+    def write(self, layer: int, placed: Placed) -> None:
+        """Store tokens where they belong, with new ones on another worker if the tail is full."""
+        mirror = self._mirror
+        if not mirror.lengths and len(mirror.extents) > 1:
+            self._links.let_go(mirror.drop_empty(keep_first=1))
+        try:
+            self._write_all(layer, placed)
+        except OutOfPages as error:
+            longest = mirror.longest()
+            beyond = int((placed.positions + 1 - np.array(longest)[placed.rows]).max())
+            if beyond < 1:
+                raise
+            cause = find_room(mirror, self._links, beyond)
+            if cause is not None:
+                raise error from cause
+            self._write_all(layer, placed)
+        self._note(layer, placed)
+
+    def read(self, layer: int, start: int, stop: int, kind: Kind) -> tuple[Any, Any]:
+        """Return K and V of positions [start, stop) of every row, put together from all workers."""
+        mirror = self._mirror
+        lengths = mirror.layer_lengths(layer)
+        k: npt.NDArray[Any] | None = None
+        v: npt.NDArray[Any] | None = None
+        dtype = DType.FLOAT32
+        for extent in mirror.extents:
+            starts = extent.starts
+            stops = tuple(map(min, lengths, mirror.stops_of(extent)))
+            first, last = max(start, min(starts)), min(stop, max(stops))
+            if len(mirror.extents) > 1 and (
+                first >= last or not any(map(int.__lt__, starts, stops))
+            ):
+                continue
+            if len(mirror.extents) == 1:
+                first, last = start, stop
+            result = self._read_from(extent, layer, first, last)
+            dtype = dtype_from_pb(result.k.dtype, "k")
+            got_k, got_v = tensor_data(result.k, dtype), tensor_data(result.v, dtype)
+            if len(mirror.extents) == 1:
+                k, v = got_k, got_v
+                break
+            if k is None or v is None:
+                k, v = _blank(got_k, stop - start), _blank(got_v, stop - start)
+            for row, (begin, end) in enumerate(zip(starts, stops, strict=True)):
+                begin, end = max(begin, first), min(end, last)
+                if begin < end:
+                    k[row, :, begin - start : end - start] = got_k[
+                        row, :, begin - first : end - first
+                    ]
+                    v[row, :, begin - start : end - start] = got_v[
+                        row, :, begin - first : end - first
+                    ]
+        if k is None or v is None:
+            raise InvalidRequest(f"layer {layer} has stored nothing in [{start}, {stop})")
+        return from_host(k, dtype, kind), from_host(v, dtype, kind)
+
+    # -- one worker each
+
+    def _write_all(self, layer: int, placed: Placed) -> None:
+        for extent, chosen in self._by_extent(placed):
+            call = self._write_call(extent, layer, placed, chosen)
+            try:
+                self._links.write(extent, call)
+            except KVServiceError as error:
+                if isinstance(error, OUTCOME_UNKNOWN):
+                    self._mirror.uncertain = True
+                raise
+
+    def _by_extent(self, placed: Placed) -> list[tuple[Extent, Any]]:
+        """Return which tokens go to which worker; the tail, which may be full, comes first."""
+        extents = self._mirror.extents
+        if len(extents) == 1:
+            return [(extents[0], slice(None))]
+        result = []
+        remaining = np.ones(len(placed.rows), np.bool_)
+        for extent in reversed(extents):
+            here = remaining & (placed.positions >= np.array(extent.starts)[placed.rows])
+            if here.any():
+                result.append((extent, np.flatnonzero(here)))
+            remaining &= ~here
+        return result
+
+    def _write_call(
+        self, extent: Extent, layer: int, placed: Placed, chosen: Any
+    ) -> worker_pb2.WriteCall:
+        mirror, tokens = self._mirror, placed.tokens
+        rows, positions = placed.rows[chosen], placed.positions[chosen]
+        call = worker_pb2.WriteCall(
+            session_id=mirror.id,
+            incarnation=extent.incarnation,
+            epoch=mirror.epoch,
+            layer=layer,
+            rows=rows.tolist(),
+            positions=positions.tolist(),
+        )
+        set_tensor(call.k, tokens.k[chosen], tokens.dtype)
+        set_tensor(call.v, tokens.v[chosen], tokens.dtype)
+        ranges: list[RowRange] = []
+        if not extent.knows_padding:
+            ranges += mirror.padding.ranges()
+        if placed.padding is not None:
+            bits = placed.padding[chosen]
+            ranges += [
+                RowRange(row, position, position + 1)
+                for row, position in zip(rows[bits].tolist(), positions[bits].tolist(), strict=True)
+            ]
+        call.padding.extend(
+            types_pb2.RowRange(row=one.row, start=one.start, stop=one.stop) for one in ranges
+        )
+        return call
+
+    def _read_from(
+        self, extent: Extent, layer: int, start: int, stop: int
+    ) -> worker_pb2.ReadResult:
+        request = worker_pb2.ReadRequest(
+            session_id=self._mirror.id,
+            incarnation=extent.incarnation,
+            epoch=self._mirror.epoch,
+            layer=layer,
+            start=start,
+            stop=stop,
+        )
+        return self._links.read(extent, request)
+
+    def _note(self, layer: int, placed: Placed) -> None:
+        """Take over what a write has done: lengths, gaps, padding."""
+        mirror = self._mirror
+        lengths, longest = list(mirror.layer_lengths(layer)), mirror.longest()
+        padding = mirror.padding
+        for row in np.unique(placed.rows).tolist():
+            mine = placed.rows == row
+            where = placed.positions[mine]
+            highest = int(where.max())
+            lengths[row] = max(lengths[row], highest + 1)
+            padding = _with_gaps(padding, row, longest[row], where, highest + 1)
+            if placed.padding is not None:
+                bits = np.zeros(highest + 1, np.bool_)
+                bits[where[placed.padding[mine]]] = True
+                padding, _ = padding.marked(row, 0, bits)
+        mirror.padding = padding
+        mirror.lengths[layer] = tuple(lengths)
+        for extent in mirror.extents:
+            extent.knows_padding = extent.knows_padding or extent is mirror.tail
+
+
+def _with_gaps(padding: Padding, row: int, before: int, where: Ints, after: int) -> Padding:
+    """Mark as padding what a write has jumped over beyond a row's longest layer."""
+    if after <= before:
+        return padding
+    gap = np.ones(after - before, np.bool_)
+    gap[where[where >= before] - before] = False
+    return padding.marked(row, before, gap)[0]
+
+
+def _read_positions(positions: Any, num_rows: int, num_tokens: int) -> list[list[int]]:
+    listed = positions.tolist() if isinstance(positions, np.ndarray) else list(positions)
+    per_row = bool(listed) and not isinstance(listed[0], (int, np.integer))
+    where = (
+        [to_ints(one, "positions") for one in listed]
+        if per_row
+        else [to_ints(listed, "positions")] * num_rows
+    )
+    if len(where) != num_rows or any(len(one) != num_tokens for one in where):
+        raise InvalidRequest(
+            f"positions must be {num_tokens} for all rows, or so many for each of {num_rows} rows"
+        )
+    if any(position < 0 for one in where for position in one):
+        raise InvalidRequest(f"positions must be at least 0, got {where}")
+    return where
+
+
+def _blank(like: npt.NDArray[Any], num_positions: int) -> npt.NDArray[Any]:
+    rows, heads, _, dim = like.shape
+    return np.zeros((rows, heads, num_positions, dim), like.dtype)
