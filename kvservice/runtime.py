@@ -1,0 +1,209 @@
+"""A manager or a worker as a process serves it: everything assembled, to start and to stop.
+
+For the command line, for Ray actors, and for tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, Self
+
+from kvservice.clock import Clock, SystemClock
+from kvservice.config import ConfigError, ManagerSettings, ServerLimits, WorkerSettings
+from kvservice.manager import PageManager
+from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
+from kvservice.server.app import GrpcServer
+from kvservice.server.heartbeat import HeartbeatSource
+from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
+from kvservice.wire.names import MANAGER, WORKER
+from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.worker import PageWorker, WorkerConfig
+
+LOG = logging.getLogger(__name__)
+
+EXPIRY_S: Final = 0.5
+GRACE_S: Final = 5.0
+
+
+class _Server:
+    """What manager and worker have in common. `start` once, `stop` once; or `with`."""
+
+    address: str
+    metrics_address: str | None
+
+    def __init__(self, limits: ServerLimits, clock: Clock) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._grace_s = GRACE_S
+        self._running = ExitStack()
+
+    def start(self) -> None:
+        """Serve. If that fails, nothing is left running.
+
+        Raises:
+            ConfigError: A port is taken, or a setting cannot be.
+        """
+        with ExitStack() as running:
+            self._start(running)
+            self._running = running.pop_all()
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Refuse new calls, let those in progress end within `grace_s`, and free everything."""
+        self._grace_s = grace_s
+        self._running.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start(self, running: ExitStack) -> None:
+        raise NotImplementedError
+
+    def _listen(
+        self, running: ExitStack, host: str, port: int, advertised: str | None
+    ) -> GrpcServer:
+        """Bind, so that the address is known before anybody is told of it."""
+        server = GrpcServer(self._limits, clock=self._clock)
+        running.callback(lambda: server.stop(self._grace_s))
+        bound = server.listen(host, port)
+        self.address = _join(advertised or host, bound)
+        return server
+
+    def _serve_metrics(
+        self, running: ExitStack, metrics: Metrics, settings: ManagerSettings | WorkerSettings
+    ) -> None:
+        self.metrics_address = None
+        if settings.metrics_port is not None:
+            endpoint = MetricsEndpoint(metrics.registry, settings.host, settings.metrics_port)
+            running.callback(endpoint.close)
+            self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)
+
+
+class WorkerServer(_Server):
+    """A page worker behind gRPC, with its leases, metrics, and heartbeats to a manager if any.
+
+    `worker`, `address` and `metrics_address` are there once it has been started.
+    """
+
+    worker: PageWorker
+
+    def __init__(self, settings: WorkerSettings, *, clock: Clock | None = None) -> None:
+        super().__init__(settings.limits, clock if clock is not None else SystemClock())
+        self.settings = settings
+        self.incarnation = uuid.uuid4().hex
+
+    def _start(self, running: ExitStack) -> None:
+        settings = self.settings
+        metrics = WorkerMetrics(settings.worker_id, settings.device)
+        server = self._listen(running, settings.host, settings.port, settings.advertise_host)
+        self.worker = self._make_worker(metrics)
+        running.callback(self.worker.close)
+        metrics.watch(self.worker.stats)
+        self._serve_metrics(running, metrics, settings)
+        expiry = _Expiry(self.worker, self._clock)
+        running.callback(expiry.stop)
+        expiry.start()
+        server.start(WorkerService(self.worker), WORKER, recorder=metrics)
+        # Once more, so that calls have ended before the worker is freed.
+        running.callback(lambda: server.stop(self._grace_s))
+        if settings.manager_address is not None:
+            source = HeartbeatSource(self.worker, self.metrics_address or "")
+            heartbeat = HeartbeatLoop(source, settings.manager_address, clock=self._clock)
+            running.callback(heartbeat.stop)
+            heartbeat.start()
+        LOG.info("worker %s serves at %s", settings.worker_id, self.address)
+
+    def _make_worker(self, metrics: WorkerMetrics) -> PageWorker:
+        settings = self.settings
+        config = WorkerConfig(
+            worker_id=settings.worker_id,
+            incarnation=self.incarnation,
+            budget_bytes=settings.budget_bytes,
+            address=self.address,
+            device=settings.device,
+            max_sessions=settings.max_sessions,
+        )
+        try:
+            return PageWorker(config, clock=self._clock, recorder=metrics)
+        except RuntimeError as error:  # torch's answer to a device that is not there
+            first_line = str(error).partition("\n")[0]
+            raise ConfigError(f"device {settings.device!r} cannot be used: {first_line}") from error
+
+
+class ManagerServer(_Server):
+    """The manager behind gRPC, with its metrics.
+
+    `manager`, `address` and `metrics_address` are there once it has been started.
+    """
+
+    manager: PageManager
+
+    def __init__(self, settings: ManagerSettings, *, clock: Clock | None = None) -> None:
+        super().__init__(settings.limits, clock if clock is not None else SystemClock())
+        self.settings = settings
+        self.incarnation = uuid.uuid4().hex
+
+    def _start(self, running: ExitStack) -> None:
+        settings = self.settings
+        metrics = ManagerMetrics()
+        server = self._listen(running, settings.host, settings.port, settings.advertise_host)
+        self.manager = PageManager(
+            GrpcWorkerHandle,
+            clock=self._clock,
+            incarnation=self.incarnation,
+            workers_expected=settings.workers_expected,
+        )
+        running.callback(self.manager.close)
+        metrics.watch(self.manager.workers, settings.workers_expected, self._clock)
+        self._serve_metrics(running, metrics, settings)
+        server.start(self.manager, MANAGER, recorder=metrics)
+        running.callback(lambda: server.stop(self._grace_s))
+        LOG.info("manager serves at %s", self.address)
+
+
+class _Expiry:
+    """Frees sessions whose lease is over."""
+
+    def __init__(self, worker: PageWorker, clock: Clock) -> None:
+        self._worker = worker
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvservice-leases", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._clock.wait(self._stop, self._pause_s()):
+            try:
+                self._worker.expire()
+            except Exception:
+                LOG.exception("freeing expired sessions failed")
+
+    def _pause_s(self) -> float:
+        """Return the time to wait: a lease that begins meanwhile may end before the next look."""
+        deadline = self._worker.next_deadline()
+        if deadline is None:
+            return EXPIRY_S
+        return min(max(deadline - self._clock.monotonic(), 0.01), EXPIRY_S)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
