@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from kvservice.clock import Clock
-from kvservice.core.errors import DeadlineExceeded, Draining, Unavailable
+from kvservice.core.errors import (
+    DeadlineExceeded,
+    Draining,
+    KVServiceError,
+    Overloaded,
+    Unavailable,
+)
 
 T = TypeVar("T")
 Attempt = Callable[[float], T]
@@ -62,8 +68,8 @@ class Detection:
 class Retrier:
     """Repeats what may be repeated, as long as it can help. Thread-safe.
 
-    UNAVAILABLE is tried again (but not DRAINING, which is an answer); every other error is the
-    caller's at once. `close` ends all waiting.
+    UNAVAILABLE is tried again (but not DRAINING, which is an answer), and OVERLOADED, which is a
+    sign of life; every other error is the caller's at once. `close` ends all waiting.
     """
 
     def __init__(self, clock: Clock, rng: Random | None = None, policy: RetryPolicy | None = None):
@@ -81,7 +87,7 @@ class Retrier:
 
         Raises:
             ServerDead: Nobody has answered for the detection time.
-            Unavailable: Nobody has answered within `timeout_s`.
+            Unavailable, Overloaded: Nobody has answered within `timeout_s`.
             DeadlineExceeded: The answer to the only try did not come in time.
         """
         start = self._clock.monotonic()
@@ -95,19 +101,19 @@ class Retrier:
                 return attempt(remaining_s)
             except Draining:
                 raise
-            except Unavailable as error:
-                failure: Unavailable | DeadlineExceeded = error
+            except (Unavailable, Overloaded) as error:
+                failure: KVServiceError = error
             except DeadlineExceeded as error:
                 if not tries.num_failures:
                     raise
                 failure = error
             now = self._clock.monotonic()
-            tries.failed(began, now)
+            tries.failed(failure, began, now)
             if tries.num_failures > 1 and now >= tries.give_up_at:
                 raise ServerDead(str(failure)) from failure
             delay_s = self._policy.delay_s(tries.num_failures, self._rng)
             if now + delay_s >= deadline or self._clock.wait(self._closed, delay_s):
-                raise _as_unavailable(failure, timeout_s) from failure
+                raise _last_word(failure, timeout_s) from failure.__cause__
 
     def close(self) -> None:
         """End all waiting: what is being retried fails with what it failed with last."""
@@ -120,14 +126,16 @@ class _Tries:
         self.num_failures = 0
         self.give_up_at = float("inf")
 
-    def failed(self, began: float, now: float) -> None:
+    def failed(self, failure: KVServiceError, began: float, now: float) -> None:
         self.num_failures += 1
-        if self.num_failures == 1 and self._detection is not None:
+        if isinstance(failure, Overloaded):
+            self.give_up_at = float("inf")  # it lives
+        elif self.give_up_at == float("inf") and self._detection is not None:
             dead_since = max(began, now - self._detection.silence_s)
             self.give_up_at = dead_since + self._detection.dead_after_s
 
 
-def _as_unavailable(failure: Unavailable | DeadlineExceeded, timeout_s: float) -> Unavailable:
-    if isinstance(failure, Unavailable):
+def _last_word(failure: KVServiceError, timeout_s: float) -> KVServiceError:
+    if not isinstance(failure, DeadlineExceeded):
         return failure
     return Unavailable(f"nobody has answered within {timeout_s:g} s: {failure}")

@@ -24,7 +24,7 @@ from kvservice_client._watchdog import NEVER, Watchdog
 
 KEEPALIVE_TIME_S: Final = 2.0
 KEEPALIVE_TIMEOUT_S: Final = 1.0
-MAX_IDLE_STREAMS: Final = 8
+MAX_IDLE_STREAMS: Final = 4
 _FRAME_HEADROOM: Final = 64 << 10
 
 
