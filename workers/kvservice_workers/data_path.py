@@ -30,7 +30,7 @@ from kvservice_workers.counters import Counters
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.provision import Provision, RowDemand, written_pages
-from kvservice_workers.session_state import LayerGroup, Step, WorkerSession
+from kvservice_workers.session_state import LayerGroup, Step, WorkerSession, arena_of
 
 Array = npt.NDArray[np.generic]
 
@@ -84,7 +84,7 @@ class DataPath:
         with self._lock:
             padding = padding_after(session, call.padding, lengths)
             _mark_gaps(session, padding, starts, rows, positions, lengths)
-            arena = self.arena_of(session, call.layer, geometry)
+            arena = arena_of(self._pools, session, call.layer, geometry)
             provision = Provision(session)
             old = [
                 max(pair) for pair in zip(session.layer_lengths(call.layer), starts, strict=True)
@@ -95,7 +95,7 @@ class DataPath:
             session.padding = padding
             session.starts = starts
             before = sum(session.longest_of_all())
-            self._zero_gaps(session, group, arena, old, rows, positions, lengths)
+            self._zero_gaps(group, arena, old, rows, positions, lengths)
             self._put(group, arena, rows, positions, call.k, call.v)
             session.lengths[call.layer] = lengths
             if session.step is not None:
@@ -131,18 +131,6 @@ class DataPath:
             self._counters.read_bytes += k.nbytes + v.nbytes
         return ReadResult(_host(k, geometry.dtype), _host(v, geometry.dtype), tuple(lengths))
 
-    def arena_of(self, session: WorkerSession, layer: int, geometry: LayerGeometry) -> Arena:
-        """Return a layer's arena, made if need be. The worker's lock is held.
-
-        Raises:
-            OutOfPages: Its bytes do not fit. Nothing has changed.
-        """
-        window = session.window_of(layer)
-        num_layers = sum(other.window == window for other in session.spec.layers)
-        index = session.arena_index(layer)
-        pool = session.groups[window].pool
-        return self._pools.make_arena(pool, index, geometry, num_layers=num_layers)
-
     # -- attend
 
     def _prepare(
@@ -155,8 +143,8 @@ class DataPath:
         """
         if plan.new_step and session.spec.states_geometry:
             for layer, geometry in session.geometries.items():
-                self.arena_of(session, layer, geometry)
-        arena = self.arena_of(session, call.layer, plan.geometry)
+                arena_of(self._pools, session, layer, geometry)
+        arena = arena_of(self._pools, session, call.layer, plan.geometry)
         provision = Provision(session)
         padding = session.padding
         if plan.new_step:
@@ -243,7 +231,6 @@ class DataPath:
 
     def _zero_gaps(
         self,
-        session: WorkerSession,
         group: LayerGroup,
         arena: Arena,
         old: Sequence[int],

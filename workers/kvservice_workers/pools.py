@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 import torch
 
@@ -102,8 +102,13 @@ class PoolSet:
             assert pool.pages.num_used == 0, "pages without a session"
             del self._pools[pool.key]
 
-    def make_room(self, pool: Pool, num_pages: int, *, promise_change: int = 0) -> None:
+    def make_room(
+        self, pool: Pool, num_pages: int, *, promise_change: int = 0, keep: Collection[Pool]
+    ) -> None:
         """Grow a pool until `num_pages` can be taken from it; see `PagePool.take`.
+
+        Args:
+            keep: Pools that are not to be dropped for it: those of the session that asks.
 
         Raises:
             OutOfPages: The budget does not allow it. Nothing has changed, except that pools
@@ -114,7 +119,7 @@ class PoolSet:
             return
         wanted = max(missing, pool.pages.total // 4, MIN_GROWTH)
         for growth in (wanted, missing):
-            if self._fits(pool, growth) or self._drop_unused(pool, growth):
+            if self._fits(pool, growth) or self._drop_unused(pool, growth, keep):
                 total = pool.pages.total + growth
                 with pool.lock:
                     for arena in pool.arenas.values():
@@ -131,13 +136,20 @@ class PoolSet:
         )
 
     def make_arena(
-        self, pool: Pool, index: int, geometry: LayerGeometry, *, num_layers: int
+        self,
+        pool: Pool,
+        index: int,
+        geometry: LayerGeometry,
+        *,
+        num_layers: int,
+        keep: Collection[Pool],
     ) -> Arena:
         """Return a layer's arena, making it if need be.
 
         Args:
             num_layers: Layers that the pool will have, 0 if unknown. Only used to reserve address
                 space sensibly.
+            keep: As for `make_room`.
 
         Raises:
             OutOfPages: Its bytes exceed the budget. Nothing has changed, except that pools
@@ -149,7 +161,7 @@ class PoolSet:
         one = page_bytes(geometry, pool.pages.page_size)
         num_bytes = pool.pages.total * one
         if self.arena_bytes + num_bytes > self.budget_bytes:
-            self._drop_all_unused(pool)
+            self._drop_all_unused(keep)
         if self.arena_bytes + num_bytes > self.budget_bytes:
             raise OutOfPages(
                 f"an arena of {num_bytes} bytes for layer {index} does not fit: "
@@ -179,17 +191,20 @@ class PoolSet:
         moved = max((arena.move_bytes(total) for arena in pool.arenas.values()), default=0)
         return self.arena_bytes + growth * pool.page_bytes + moved <= self.budget_bytes
 
-    def _drop_unused(self, keep: Pool, growth: int) -> bool:
+    def _drop_unused(self, growing: Pool, growth: int, keep: Collection[Pool]) -> bool:
         """Drop pools without used pages one by one until a growth fits; return whether it does."""
-        for pool in [p for p in self._pools.values() if p is not keep and _is_droppable(p)]:
+        for pool in self._droppable(keep):
             self._drop(pool)
-            if self._fits(keep, growth):
+            if self._fits(growing, growth):
                 return True
         return False
 
-    def _drop_all_unused(self, keep: Pool) -> None:
-        for pool in [p for p in self._pools.values() if p is not keep and _is_droppable(p)]:
+    def _drop_all_unused(self, keep: Collection[Pool]) -> None:
+        for pool in self._droppable(keep):
             self._drop(pool)
+
+    def _droppable(self, keep: Collection[Pool]) -> list[Pool]:
+        return [pool for pool in self._pools.values() if pool not in keep and _is_droppable(pool)]
 
     def _drop(self, pool: Pool) -> None:
         """Give back a pool's bytes. Its users, if any, find it empty and let it grow again."""

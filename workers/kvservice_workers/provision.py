@@ -82,7 +82,7 @@ class Provision:
             change = promises[id(group)] - group.promised
             totals[id(group.pool)] = (pool, sum_pages + pages, sum_change + change)
         for pool, pages, change in totals.values():
-            pools.make_room(pool, pages, promise_change=change)
+            pools.make_room(pool, pages, promise_change=change, keep=self.session.pools())
 
     def _promise_after(self, group: LayerGroup) -> int:
         """Return what will be promised to a group once the pages have been taken."""

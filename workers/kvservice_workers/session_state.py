@@ -19,10 +19,11 @@ from kvservice.core.errors import (
 )
 from kvservice.core.geometry import HOLE, MAX_LAYERS, LayerGeometry, cdiv
 from kvservice.core.session import SessionSpec, StepHeader
+from kvservice_workers.arena import Arena
 from kvservice_workers.attention.batch import PagedBatch
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageTable
-from kvservice_workers.pools import Pool
+from kvservice_workers.pools import Pool, PoolSet
 
 SessionKey = tuple[str, str]  # tenant, session id
 # Pages and offsets of tokens, and which tokens these are: None for all.
@@ -128,6 +129,10 @@ class WorkerSession:
         return len(self.padding)
 
     # -- reading
+
+    def pools(self) -> list[Pool]:
+        """Return the pools of all groups."""
+        return [group.pool for group in self.groups.values()]
 
     def window_of(self, layer: int) -> int | None:
         """Return a layer's window.
@@ -265,6 +270,22 @@ class WorkerSession:
             for row, table in enumerate(group.tables):
                 pages = cdiv(self.longest(row), group.page_size)
                 assert len(table.entries) <= pages, "pages beyond the row's end"
+
+
+def arena_of(pools: PoolSet, session: WorkerSession, layer: int, geometry: LayerGeometry) -> Arena:
+    """Return a layer's arena, made if need be. The worker's lock is held.
+
+    Raises:
+        OutOfPages: Its bytes do not fit. Nothing has changed.
+    """
+    window = session.window_of(layer)
+    return pools.make_arena(
+        session.groups[window].pool,
+        session.arena_index(layer),
+        geometry,
+        num_layers=sum(other.window == window for other in session.spec.layers),
+        keep=session.pools(),
+    )
 
 
 def session_not_found() -> SessionNotFound:

@@ -1,0 +1,100 @@
+"""Room that is promised to sessions: reservations, and what Append asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvservice.core.errors import InvalidRequest, KVServiceError
+from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.session_state import WorkerSession, arena_of
+
+
+class Promises:
+    """Keeps what pools hold back in step with what sessions were promised.
+
+    The worker's lock is held by the caller.
+    """
+
+    def __init__(self, pools: PoolSet) -> None:
+        self._pools = pools
+
+    def promise(self, session: WorkerSession, targets: Sequence[int] | None) -> None:
+        """Promise a session room for rows of these lengths, instead of what it was promised.
+
+        Raises:
+            OutOfPages, InvalidRequest: There is not, or never, so much. Nothing has changed.
+        """
+        if targets is None and session.targets is None:
+            return
+        before = session.targets
+        session.targets = None if targets is None else list(targets)
+        changes: dict[int, tuple[Pool, int]] = {}
+        for group in session.groups.values():
+            pool, change = changes.get(id(group.pool), (group.pool, 0))
+            change += session.promise_of(group) - group.promised
+            changes[id(group.pool)] = (pool, change)
+        try:
+            self._make_stated_arenas(session)
+            for pool, change in changes.values():
+                if change > 0:
+                    self._check_satisfiable(pool, change)
+                    self._pools.make_room(pool, 0, promise_change=change, keep=session.pools())
+        except KVServiceError:
+            session.targets = before
+            raise
+        for group in session.groups.values():
+            promise = session.promise_of(group)
+            group.pool.pages.take(0, promise_change=promise - group.promised)
+            group.promised = promise
+
+    def promise_again(self, session: WorkerSession, targets: Sequence[int] | None) -> None:
+        """Promise room after pages were given up. Where a fork still holds them and there is no
+        room for others, the promise lapses: giving up pages never fails."""
+        try:
+            self.promise(session, targets)
+        except KVServiceError:
+            self.promise(session, None)
+
+    def make_room_for_rows(self, session: WorkerSession, rows: Sequence[int]) -> None:
+        """Make sure that a reservation holds for new rows, all of whose pages may be shared.
+
+        Raises:
+            OutOfPages: Nothing has changed.
+        """
+        if session.targets is None:
+            return
+        for group in session.groups.values():
+            entries = [len(table.entries) for table in group.tables]
+            most = sum(
+                session.row_promise(group, row, entries[row], entries[row] > 0) for row in rows
+            )
+            if most > group.promised:
+                self._pools.make_room(
+                    group.pool,
+                    0,
+                    promise_change=most - group.promised,
+                    keep=session.pools(),
+                )
+
+    def _make_stated_arenas(self, session: WorkerSession) -> None:
+        """Make all arenas of a session that states its layers, so that its bytes are counted."""
+        if session.targets is None or not session.spec.states_geometry:
+            return
+        for layer, geometry in session.geometries.items():
+            arena_of(self._pools, session, layer, geometry)
+
+    def _check_satisfiable(self, pool: Pool, num_pages: int) -> None:
+        if num_pages * pool.page_bytes > self._pools.budget_bytes:
+            raise InvalidRequest(
+                f"{num_pages} pages of {pool.page_bytes} bytes can never fit into this worker's "
+                f"{self._pools.budget_bytes} bytes",
+                budget_bytes=self._pools.budget_bytes,
+            )
+
+    def reserved_targets(self, session: WorkerSession) -> list[int] | None:
+        """Return the lengths that a session was opened with room for."""
+        if session.spec.reserve_tokens is None:
+            return None
+        return [
+            session.start_of(row) + session.spec.reserve_tokens for row in range(session.num_rows)
+        ]

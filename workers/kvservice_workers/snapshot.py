@@ -1,0 +1,132 @@
+"""Sessions and a worker's numbers, as they are reported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from kvservice.core.geometry import HOLE
+from kvservice.core.session import Extent, PoolStats, SessionInfo, WorkerStats
+from kvservice_workers.counters import FAILURE_REASONS, FREE_REASONS, Counters
+from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.session_state import LayerGroup, WorkerSession
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker is told at its start."""
+
+    worker_id: str
+    incarnation: str
+    budget_bytes: int
+    address: str = ""
+    device: str = "cpu"
+    max_sessions: int = 20_000
+
+
+def session_info(config: WorkerConfig, session: WorkerSession) -> SessionInfo:
+    """Return what is said of a session to callers. The worker's lock is held."""
+    return SessionInfo(
+        session_id=session.key[1],
+        epoch=session.epoch,
+        step=session.last_step,
+        spec=replace(session.spec, num_rows=session.num_rows),
+        extents=(
+            Extent(
+                worker_id=config.worker_id,
+                address=config.address,
+                incarnation=config.incarnation,
+                starts=() if session.starts is None else tuple(session.starts),
+                stops=() if session.starts is None else tuple(session.longest_of_all()),
+            ),
+        ),
+        lengths=tuple(
+            tuple(session.layer_lengths(layer))
+            for layer in range(max(session.lengths, default=-1) + 1)
+        ),
+    )
+
+
+def worker_stats(
+    config: WorkerConfig,
+    sessions: Collection[WorkerSession],
+    pools: PoolSet,
+    counters: Counters,
+    *,
+    draining: bool,
+) -> WorkerStats:
+    """Return a worker's numbers. The worker's lock is held, so they are of one moment."""
+    tokens: Counter[int] = Counter()
+    for session in sessions:
+        for group in session.groups.values():
+            tokens[group.pool.ordinal] += _stored_tokens(session, group)
+    failures = {name: counters.allocation_failures[name] for name in FAILURE_REASONS}
+    return WorkerStats(
+        worker_id=config.worker_id,
+        incarnation=config.incarnation,
+        address=config.address,
+        device=config.device,
+        budget_bytes=config.budget_bytes,
+        arena_bytes=pools.arena_bytes,
+        used_bytes=pools.used_bytes,
+        num_sessions=len(sessions),
+        pools=tuple(_pool_stats(pool, tokens[pool.ordinal]) for pool in pools),
+        page_allocations=counters.page_allocations,
+        page_frees={name: counters.page_frees[name] for name in FREE_REASONS},
+        allocation_failures=failures,
+        appended_tokens=counters.appended_tokens,
+        popped_tokens=counters.popped_tokens,
+        appended_bytes=counters.appended_bytes,
+        read_bytes=counters.read_bytes,
+        lease_expirations=counters.lease_expirations,
+        draining=draining,
+    )
+
+
+def check_accounts(sessions: Collection[WorkerSession], pools: PoolSet, counters: Counters) -> None:
+    """Assert that references, promises and counters sum to what sessions hold."""
+    held: dict[int, Counter[int]] = {pool.ordinal: Counter() for pool in pools}
+    promised: Counter[int] = Counter()
+    for session in sessions:
+        session.check()
+        for group in session.groups.values():
+            promised[group.pool.ordinal] += group.promised
+            for table in group.tables:
+                held[group.pool.ordinal].update(page for page in table.entries if page != HOLE)
+    used = 0
+    for pool in pools:
+        used += pool.pages.num_used
+        assert promised[pool.ordinal] == pool.pages.num_reserved, "promises do not sum"
+        for page in range(pool.pages.total):
+            assert pool.pages.refcount(page) == held[pool.ordinal][page], f"page {page}"
+    freed = sum(counters.page_frees.values())
+    assert counters.page_allocations - freed == used, "allocations - frees != used"
+
+
+def _stored_tokens(session: WorkerSession, group: LayerGroup) -> int:
+    """Return the tokens that a session stores in a group's pages."""
+    size = group.page_size
+    total = 0
+    for row, table in enumerate(group.tables):
+        if not table.num_held:
+            continue
+        start, stop = session.start_of(row), session.longest(row)
+        total += table.num_held * size
+        if table.page_at(start // size) != HOLE:
+            total -= start % size
+        if table.page_at((stop - 1) // size) != HOLE:
+            total -= -stop % size
+    return total
+
+
+def _pool_stats(pool: Pool, num_tokens: int) -> PoolStats:
+    return PoolStats(
+        pool=pool.ordinal,
+        page_size=pool.pages.page_size,
+        page_bytes=pool.page_bytes,
+        used_pages=pool.pages.num_used,
+        reserved_pages=pool.pages.num_reserved,
+        free_pages=pool.pages.num_free,
+        num_tokens=num_tokens,
+    )
