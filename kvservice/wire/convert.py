@@ -72,7 +72,7 @@ def list_size_from_pb(pb: types_pb2.ListSessionsRequest) -> int:
 def seconds_from_pb(duration: duration_pb2.Duration, name: str) -> float:
     if not 0 <= duration.nanos < 1_000_000_000:
         raise InvalidRequest(f"{name}: nanos must be 0 to 999999999, got {duration.nanos}")
-    return float(duration.seconds + duration.nanos / 1e9)
+    return float((duration.seconds * 1_000_000_000 + duration.nanos) / 1e9)
 
 
 def seconds_to_pb(seconds: float) -> duration_pb2.Duration:
