@@ -1,0 +1,135 @@
+"""The attention function 'kvservice': one round trip per layer and step.
+
+It gets q, the placeholders that `RemoteCache.update` returned, and a mask; it sends q, the new k
+and v, and what the mask is; it returns the attention output.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from kvservice_client._hf_layer import RemoteLayer
+from kvservice_client._hf_local import local_attention
+from kvservice_client._hf_mask import RemoteMask, describe
+from kvservice_client._hf_tensors import RemoteKV, Ticket, refuse_backward
+
+UNKNOWN_SCORES: Final = ("indices", "block_indices", "sinks")
+"""Keywords by which some models choose keys or change scores in a way that workers do not know."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def remote_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend where the keys and values are. The signature is transformers' attention interface.
+
+    Returns:
+        The output [rows, queries, heads, v_dim], and None: attention weights are never here.
+
+    Effects:
+        With placeholders of a RemoteCache: stores the layer's pending k and v, one round trip.
+        With ordinary tensors: none.
+
+    Raises:
+        ValueError: The mask does not fit the cache.
+        RuntimeError: Dropout, a stale placeholder, or a keyword that workers do not know.
+        KVServiceError: The service refuses or cannot be reached. The layer's tokens are not
+            stored; layers before it have theirs (see `RemoteCache.rollback`).
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not isinstance(key, RemoteKV) and not isinstance(value, RemoteKV):
+        out = local_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scale=scale,
+            dropout=dropout,
+            is_causal=causal,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            bias=position_bias,
+            others=others,
+        )
+        return out, None
+
+    ticket = _ticket(key, value)
+    _refuse_unknown(module, dropout, others)
+    seen = describe(
+        attention_mask,
+        first_key=ticket.start,
+        num_keys=ticket.stop - ticket.start,
+        num_queries=query.shape[-2],
+        is_causal=causal,
+        window=sliding_window,
+    )
+    layer: RemoteLayer = ticket.layer
+    if attention_mask is None:
+        padding = layer.shared.unseen_padding(None, ticket.stop)
+    elif isinstance(attention_mask, RemoteMask):
+        padding = layer.shared.unseen_padding(attention_mask, ticket.stop)
+    else:
+        padding = None  # a mask of the caller's own: it says all
+    sources = (query, *(layer.pending or ()))
+    out = layer.attend(
+        query,
+        seen,
+        first_key=ticket.start,
+        scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+        bias=_bias(position_bias, query.shape[-2]),
+        padding=padding,
+    )
+    return refuse_backward(out, *sources).transpose(1, 2).contiguous(), None
+
+
+def _ticket(key: torch.Tensor, value: torch.Tensor) -> Ticket:
+    """Return the ticket that keys and values share.
+
+    Raises:
+        RuntimeError: They do not, or the layer has changed since.
+    """
+    if (
+        not isinstance(key, RemoteKV)
+        or not isinstance(value, RemoteKV)
+        or value.ticket is not key.ticket
+        or (key.which, value.which) != (0, 1)
+    ):
+        raise RuntimeError("keys and values come from different reads of the cache")
+    key.ticket.check()
+    return key.ticket
+
+
+def _refuse_unknown(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -> None:
+    if dropout:
+        raise RuntimeError("attention dropout cannot be applied on the service: call model.eval()")
+    if unknown := [name for name in UNKNOWN_SCORES if others.get(name) is not None]:
+        raise RuntimeError(
+            f"{type(module).__name__} passes {unknown[0]!r} to its attention, which cannot be "
+            "computed on the service: use RemoteCache(mode='fetch') with another attention"
+        )
+
+
+def _bias(bias: torch.Tensor | None, num_queries: int) -> torch.Tensor | None:
+    """Return a bias with a row for each query; None for zeros, which some models pass."""
+    if bias is None or not bias.any():
+        return None
+    return bias.detach().expand(-1, -1, num_queries, -1)
