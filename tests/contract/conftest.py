@@ -1,0 +1,38 @@
+"""The client's suite runs twice: against a service in this process, and over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvservice_client import Client
+from tests.backends import Backend, embedded_backend, grpc_backend
+
+BACKENDS = {"embedded": embedded_backend, "grpc": grpc_backend}
+
+Start = Callable[..., Backend]
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts services. Afterwards no session may be open and no page in use."""
+    with ExitStack() as stack:
+
+        def start(**options: object) -> Backend:
+            return stack.enter_context(BACKENDS[request.param](**options))
+
+        yield start
+
+
+@pytest.fixture
+def backend(start: Start) -> Backend:
+    """A manager with one worker."""
+    return start()
+
+
+@pytest.fixture
+def client(backend: Backend) -> Client:
+    """A client of a manager with one worker."""
+    return backend.connect()
