@@ -89,11 +89,11 @@ class DenseSession:
         # Layer -> row -> [kv_heads, positions, dim]
         self._k: dict[int, list[Floats]] = {}
         self._v: dict[int, list[Floats]] = {}
-        self._padding: list[set[int]] = [set() for _ in range(num_rows)]
+        self.padding: list[set[int]] = [set() for _ in range(num_rows)]
 
     @property
     def num_rows(self) -> int:
-        return len(self._padding)
+        return len(self.padding)
 
     def lengths(self, layer: int = 0) -> tuple[int, ...]:
         if layer not in self._k:
@@ -142,7 +142,7 @@ class DenseSession:
                 visible=visible, bias=added, **scoring,
             )  # fmt: skip
             if k is not None or mask != "full":
-                one[:, [position in self._padding[row] for position in where]] = 0.0
+                one[:, [position in self.padding[row] for position in where]] = 0.0
             out.append(one)
         return np.stack(out) if counts is None else np.concatenate(out, 1).swapaxes(0, 1)
 
@@ -161,9 +161,9 @@ class DenseSession:
         for store in (self._k, self._v):
             for layer, rows in store.items():
                 store[layer] = [one[:, :length] for one, length in zip(rows, keeps, strict=True)]
-        self._padding = [
+        self.padding = [
             {position for position in padding if position < length}
-            for padding, length in zip(self._padding, keeps, strict=True)
+            for padding, length in zip(self.padding, keeps, strict=True)
         ]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class DenseSession:
         for store in (self._k, self._v):
             for layer, stored in store.items():
                 store[layer] = [stored[row] for row in rows]
-        self._padding = [set(self._padding[row]) for row in rows]
+        self.padding = [set(self.padding[row]) for row in rows]
 
     def reset(self) -> None:
         """As `Session.reset`."""
@@ -182,7 +182,7 @@ class DenseSession:
         child = DenseSession(self.num_rows)
         child._k = {layer: list(rows) for layer, rows in self._k.items()}
         child._v = {layer: list(rows) for layer, rows in self._v.items()}
-        child._padding = [set(padding) for padding in self._padding]
+        child.padding = [set(padding) for padding in self.padding]
         return child
 
     def _append(self, layer: int, k_rows: list[Floats], v_rows: list[Floats]) -> None:
@@ -202,7 +202,7 @@ class DenseSession:
                 mine = bits[row]
             else:
                 mine, start = bits[row, : start + count], 0
-            self._padding[row] |= set((start + np.flatnonzero(mine)).tolist())
+            self.padding[row] |= set((start + np.flatnonzero(mine)).tolist())
 
     def _visible(
         self,
@@ -214,7 +214,7 @@ class DenseSession:
         chunk: int | None,
     ) -> Bools:
         positions = np.arange(length)
-        padding = self._padding[row]
+        padding = self.padding[row]
         real = np.array([position not in padding for position in range(length)], np.bool_)
         distance = where[:, None] - positions[None, :]
         visible = np.ones(distance.shape, np.bool_)
