@@ -70,9 +70,16 @@ def is_empty(extent: Extent) -> bool:
 
 
 def row_lengths(extents: Sequence[Extent]) -> tuple[int, ...]:
-    """Return the length of each row's longest layer; nothing if no extent has a start."""
-    stops = [extent.stops for extent in extents if extent.stops]
-    return tuple(max(column) for column in zip(*stops, strict=True))
+    """Return the length of each row's longest layer; nothing if no extent has a start.
+
+    An extent that holds nothing of a row says nothing about it, wherever it would begin.
+    """
+    ends = [
+        [stop if start < stop else 0 for start, stop in zip(e.starts, e.stops, strict=True)]
+        for e in extents
+        if e.starts
+    ]
+    return tuple(max(column) for column in zip(*ends, strict=True))
 
 
 def find_gap(ordered: Sequence[Extent]) -> int | None:

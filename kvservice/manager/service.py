@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvservice.clock import Clock
@@ -328,10 +328,9 @@ def _own_lengths(part: Part) -> tuple[int, ...]:
     return part.info.extents[0].stops or (0,) * part.info.spec.num_rows
 
 
-def _check_lengths(parts: Iterable[Part], expected: tuple[int, ...]) -> None:
-    stored = tuple(
-        max(column) for column in zip(*(_own_lengths(part) for part in parts), strict=True)
-    )
+def _check_lengths(parts: Sequence[Part], expected: tuple[int, ...]) -> None:
+    stored = row_lengths([part.info.extents[0] for part in parts])
+    stored = stored or (0,) * parts[0].info.spec.num_rows
     if stored != expected:
         raise Conflict(
             f"expected_lengths are {list(expected)}, stored are {list(stored)}",

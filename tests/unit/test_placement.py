@@ -1,0 +1,145 @@
+"""Placement, and how a session is put together from what its workers say."""
+
+from __future__ import annotations
+
+import uuid
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvservice.core.errors import Conflict, PagesLost
+from kvservice.core.extents import first_missing, join_parts, merge_sessions
+from kvservice.core.placement import Candidate, rank
+from kvservice.core.session import Extent, SessionInfo, SessionSpec
+
+SESSION_ID = str(uuid.UUID(int=0xABC, version=4))
+
+
+def test_most_free_bytes_come_first() -> None:
+    """Free bytes decide; among equals, fewer sessions, then the id."""
+    candidates = [
+        Candidate("d", 50, 9),
+        Candidate("c", 50, 2),
+        Candidate("b", 50, 2),
+        Candidate("a", 10, 0),
+        Candidate("e", 99, 99),
+    ]
+    assert rank(candidates) == ["e", "b", "c", "d", "a"]
+    assert rank([]) == []
+
+
+def part(
+    worker_id: str,
+    starts: tuple[int, ...],
+    lengths: list[tuple[int, ...]],
+    *,
+    epoch: int = 1,
+    reserve: int | None = None,
+) -> SessionInfo:
+    """Return what a worker says that holds `lengths[layer][row]`, from `starts[row]`."""
+    stops = tuple(max(column) for column in zip(*lengths, strict=True)) if lengths else starts
+    return SessionInfo(
+        session_id=SESSION_ID,
+        epoch=epoch,
+        step=epoch,
+        spec=SessionSpec(max(1, len(starts)), reserve_tokens=reserve),
+        extents=(Extent(worker_id, f"{worker_id}:1", "i", starts, stops),),
+        lengths=tuple(lengths),
+    )
+
+
+def workers(info: SessionInfo) -> str:
+    return "".join(extent.worker_id for extent in info.extents)
+
+
+def test_extents_come_in_position_order() -> None:
+    """Whatever the order of the answers, the tail is the last."""
+    first = part("a", (0, 0), [(16, 10)])
+    second = part("b", (16, 10), [(32, 12)])
+    third = part("c", (32, 12), [(40, 12)])
+    for infos in ([third, first, second], [second, third, first]):
+        merged = merge_sessions(infos)
+        assert workers(merged) == "abc"
+        assert merged.lengths == ((40, 12),)
+
+
+def test_a_fresh_extent_is_the_tail_and_a_closed_one_is_not() -> None:
+    """An extent that was just opened takes the next token; one emptied by Pop does not."""
+    first = part("a", (0,), [(20,)])
+    assert workers(merge_sessions([part("b", (20,), []), first])) == "ab"
+    assert workers(merge_sessions([first, part("b", (30,), [])])) == "ba"
+    assert workers(merge_sessions([first, part("b", (), [])])) == "ba"
+
+
+def test_extents_without_a_start_keep_their_order() -> None:
+    """Before anything is stored, the manager's order is the only one there is."""
+    infos = [part(name, (), []) for name in "cab"]
+    assert workers(merge_sessions(infos)) == "cab"
+    assert merge_sessions(infos).lengths == ()
+
+
+def test_layer_that_fell_behind_ends_where_it_did() -> None:
+    """A step that died half-way before the second extent began is not hidden by its start."""
+    first = part("a", (0,), [(20,), (16,)])
+    second = part("b", (20,), [(25,)])
+    assert merge_sessions([first, second]).lengths == ((25,), (16,))
+
+
+def test_reservation_is_told_by_the_worker_that_has_it() -> None:
+    """Extents that were added later have none, and come later."""
+    first = part("a", (0,), [(20,)], reserve=64)
+    merged = merge_sessions([part("b", (20,), [(30,)]), first])
+    assert merged.spec.reserve_tokens == 64
+
+
+def test_half_done_change_is_a_conflict() -> None:
+    """Workers at different epochs have no common answer; a list shows the newest."""
+    ahead, behind = part("a", (0,), [(10,)], epoch=2), part("b", (10,), [(20,)])
+    with pytest.raises(Conflict) as caught:
+        merge_sessions([ahead, behind])
+    assert caught.value.metadata["epochs"] == "1,2"
+    assert join_parts([ahead, behind]).lengths == ((10,),)
+
+
+@pytest.mark.parametrize(
+    ("infos", "position"),
+    [
+        ([part("a", (0,), [(10,)]), part("b", (12,), [(20,)])], 10),
+        ([part("b", (12,), [(20,)])], 0),
+        ([part("a", (0, 0), [(3, 10)]), part("b", (3, 12), [(3, 20)])], 10),
+        ([part("a", (0, 0), [(9, 4)]), part("b", (16, 4), [(20, 8)])], 9),
+    ],
+)
+def test_gap_is_lost_pages(infos: list[SessionInfo], position: int) -> None:
+    """Tokens missing before stored ones are never passed over, in whichever row."""
+    with pytest.raises(PagesLost) as caught:
+        merge_sessions(infos)
+    assert caught.value.metadata["from_position"] == str(position)
+
+
+def test_first_missing_position_is_that_of_the_shortest_row() -> None:
+    """Where nothing is missing in between, a row ends where it ends."""
+    extents = merge_sessions([part("a", (0, 0), [(3, 10)])]).extents
+    assert first_missing(extents) == 3
+    assert first_missing([]) == 0
+
+
+@given(
+    cuts=st.lists(st.integers(0, 30), min_size=1, max_size=5).map(sorted),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_cut_of_a_session_merges_back(cuts: list[int], order: object) -> None:
+    """However a row is cut over workers, order and length come back."""
+    bounds = [0, *cuts]
+    infos = [
+        part(f"w{index}", (start,), [(stop,)])
+        for index, (start, stop) in enumerate(pairwise(bounds))
+    ]
+    shuffled = list(infos)
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    merged = merge_sessions(shuffled)
+    held = [extent for extent in merged.extents if extent.starts != extent.stops]
+    assert [extent.starts for extent in held] == sorted(extent.starts for extent in held)
+    assert merged.lengths == ((cuts[-1],),)
