@@ -208,8 +208,6 @@ class Attender:
         if stored or unknown:
             mirror.uncertain = True
             mirror.step = step
-        if mirror.step is step and ask.layer not in step.appended:
-            step.failed_layer = ask.layer
 
     def _output(
         self,

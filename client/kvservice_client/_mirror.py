@@ -129,6 +129,12 @@ class Mirror:
                     result.append(EvictBefore(window, positions))
         return result
 
+    def note_failure(self, layer: int) -> None:
+        """Note that an append has failed which belongs to the step in progress."""
+        step = self.step
+        if step is not None and step.appends and layer not in step.appended:
+            step.failed_layer = layer
+
     # -- structural changes
 
     def cut(self, keep: Sequence[int]) -> list[Extent]:

@@ -213,32 +213,39 @@ class Session:
         """
         with self._lock:
             self._ready()
-            num_rows = self._mirror.num_rows
-            given = None if counts is None else read_counts(counts, num_rows)
-            queries = read_queries(q, num_rows, given)
-            tokens = None
-            if k is not None or v is not None:
-                tokens = read_tokens(k, v, num_rows, given)
-                check_agree(queries, tokens)
-            scoring = read_scoring(
-                queries,
-                mask=mask,
-                window=window,
-                chunk=chunk,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-                bias=bias,
-                column_starts=column_starts,
-            )
-            ask = Ask(check_layer(layer), queries, tokens, scoring)
-            if query_positions is not None:
-                ask.query_positions = read_positions(query_positions, num_rows, "query_positions")
-            if pos is not None and tokens is None:
-                raise InvalidRequest("pos goes with k and v; say query_positions without them")
-            first = None if pos is None else read_positions(pos, num_rows)
-            self._kind = queries.kind
-            return self._attender.attend(ask, first, padding, self.retain)
+            try:
+                num_rows = self._mirror.num_rows
+                given = None if counts is None else read_counts(counts, num_rows)
+                queries = read_queries(q, num_rows, given)
+                tokens = None
+                if k is not None or v is not None:
+                    tokens = read_tokens(k, v, num_rows, given)
+                    check_agree(queries, tokens)
+                elif pos is not None:
+                    raise InvalidRequest("pos goes with k and v; without: query_positions")
+                scoring = read_scoring(
+                    queries,
+                    mask=mask,
+                    window=window,
+                    chunk=chunk,
+                    scale=scale,
+                    softcap=softcap,
+                    sinks=sinks,
+                    bias=bias,
+                    column_starts=column_starts,
+                )
+                ask = Ask(check_layer(layer), queries, tokens, scoring)
+                if query_positions is not None:
+                    ask.query_positions = read_positions(
+                        query_positions, num_rows, "query_positions"
+                    )
+                first = None if pos is None else read_positions(pos, num_rows)
+                self._kind = queries.kind
+                return self._attender.attend(ask, first, padding, self.retain)
+            except BaseException:
+                if k is not None:
+                    self._mirror.note_failure(layer)
+                raise
 
     # -- keys and values
 

@@ -118,13 +118,13 @@ class DataPath:
                 f"positions up to {stop} were asked for, the longest row has {max(lengths)}",
                 length=max(lengths),
             )
-        for row in range(session.num_rows):
-            lowest = max(session.start_of(row), group.evicted[row])
-            if start < min(lowest, lengths[row]):
+        for row, evicted in enumerate(group.evicted):
+            # What lies before the extent was never here: a hole, as rows may start unevenly.
+            if session.start_of(row) < evicted and start < min(evicted, lengths[row]):
                 raise PositionOutOfRange(
-                    f"row {row} holds positions from {lowest} here, {start} was asked for",
+                    f"row {row} has evicted positions below {evicted}, {start} was asked for",
                     row=row,
-                    first=lowest,
+                    first=evicted,
                 )
         k, v = self._gather(session, group, geometry, layer, start, stop)
         with self._lock:

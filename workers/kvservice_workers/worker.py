@@ -418,7 +418,7 @@ class PageWorker:
 
         Raises:
             SessionNotFound, StaleEpoch, InvalidRequest.
-            PositionOutOfRange: Beyond the layer's longest row, before the extent, or evicted.
+            PositionOutOfRange: Beyond the layer's longest row, or evicted.
         """
         session = self._use(tenant, session_id)
         with session.lock:
