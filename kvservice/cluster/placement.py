@@ -48,7 +48,7 @@ def worker_needs(total: Mapping[str, float], options: ServiceOptions, *, is_loca
 def shortage(
     needs: Needs, num_missing: int, total: Mapping[str, float], free: Mapping[str, float]
 ) -> str:
-    """Return a sentence part with numbers: what is needed, what there is, what is free."""
+    """Return a sentence with numbers: what is needed, what there is, what of it is free."""
     wanted = dict(needs.resources)
     if needs.num_cpus:
         wanted["CPU"] = needs.num_cpus

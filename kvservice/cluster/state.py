@@ -54,6 +54,7 @@ class ServiceOptions:
     port: int = 50051
     worker_port: int = 0
     metrics_port: int = 0
+    worker_metrics_port: int = 0
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -64,7 +65,7 @@ class ServiceOptions:
             )
         if self.device not in ("cpu", "cuda"):
             raise InvalidRequest(f'device must be "cpu" or "cuda", got "{self.device}"')
-        for name in ("port", "worker_port", "metrics_port"):
+        for name in ("port", "worker_port", "metrics_port", "worker_metrics_port"):
             value: int = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise InvalidRequest(f"{name} must be between 0 and 65535, got {value}")
@@ -75,6 +76,7 @@ class RunState:
     """One run of the service.
 
     manager_address: host:port, empty until the manager serves.
+    metrics_address: The manager's for Prometheus, as host:port.
     tag: Carried by all processes of the run in their environment.
     head: The process that leads the session of our own Ray; None before it starts, and for JOINED.
     scratch: A directory to remove at the end; empty for none.
@@ -87,6 +89,7 @@ class RunState:
     ray_address: str
     tag: str
     manager_address: str = ""
+    metrics_address: str = ""
     head: ProcessKey | None = None
     scratch: str = ""
     actors: tuple[Actor, ...] = ()

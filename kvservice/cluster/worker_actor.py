@@ -1,0 +1,53 @@
+"""A worker as a Ray actor: Ray starts it, and starts it again; all else goes by gRPC."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvservice.cluster.serving import serve, where
+from kvservice.config import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """What one worker is to be, wherever Ray puts it. Ports: 0 is any free one.
+
+    host: Where to listen; None: at the address of the node.
+    """
+
+    worker_id: str
+    memory_bytes: int
+    device: str
+    host: str | None
+    port: int
+    metrics_port: int
+    manager_address: str
+
+
+class WorkerActor:
+    """Serves from its construction on. A restart is a new incarnation, with nothing in it."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        # Not above: those who only start the actor need not load torch for that.
+        from kvservice.runtime import WorkerServer
+
+        logging.basicConfig(level=logging.INFO)
+        host, advertise_host = where(plan.host)
+        self._server = WorkerServer(
+            WorkerSettings(
+                worker_id=plan.worker_id,
+                budget_bytes=plan.memory_bytes,
+                device=plan.device,
+                host=host,
+                port=plan.port,
+                advertise_host=advertise_host,
+                metrics_port=plan.metrics_port,
+                manager_address=plan.manager_address,
+            )
+        )
+        serve(self._server)
+
+    def describe(self) -> dict[str, object]:
+        """Return where it serves. Answers as soon as it does."""
+        return {"address": self._server.address, "incarnation": self._server.incarnation}
