@@ -1,0 +1,217 @@
+"""The command line: its options, and what `--help` says."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn
+
+from kvservice import __version__
+from kvservice.cli import serving, showing
+from kvservice.cli.exits import EXPLAINED, USAGE
+from kvservice.cluster.launch import LOCAL
+from kvservice.config import ConfigError, parse_size
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser; what it returns has `run`, the subcommand's function."""
+    parser = _Parser(
+        prog="kvservice",
+        description="Remote KV-cache pages, with attention where the pages are.",
+        epilog=EXPLAINED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvservice {__version__}")
+    subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Parser
+    )
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> _Parser:
+        sub: _Parser = subparsers.add_parser(
+            name,
+            help=text,
+            description=f"{text}.",
+            epilog=EXPLAINED,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(run=run)
+        sub.add_argument("--debug", action="store_true", help="show where an error comes from")
+        return sub
+
+    _add_up(add("up", serving.up, "start a manager and workers on Ray"))
+    _add_down(add("down", serving.down, "end what `up` has started, and nothing else"))
+    _add_query(add("status", showing.status, "say whether the service is healthy"))
+    _add_query(add("stats", showing.stats, "show how many pages and bytes are used"))
+    _add_query(add("workers", showing.workers, "list the workers"))
+    _add_query(add("sessions", showing.sessions, "list the sessions"))
+    _add_worker(add("worker", serving.worker, "run one worker alone, in the foreground"))
+    _add_demo(add("demo", serving.demo, "generate text by a model whose cache is on two workers"))
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    _add_json(parser)
+    _add_serving(parser)
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)"
+    )
+    parser.add_argument(
+        "--address",
+        default=LOCAL,
+        metavar="RAY",
+        help="the Ray cluster to run on: local (one of our own on this machine, the default), "
+        "auto (the one that runs on this machine), or HOST:PORT",
+    )
+    parser.add_argument(
+        "--host",
+        help="where to listen (default: 127.0.0.1 in a cluster of our own, elsewhere the "
+        "address of the node)",
+    )
+    parser.add_argument(
+        "--port", type=int, default=50051, help="the manager's (default: 50051; 0: any free one)"
+    )
+    parser.add_argument(
+        "--worker-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="each worker's (default: any); on one machine the first worker's, and the others "
+        "get the next ones",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="the manager's for Prometheus (default: any; `status` shows where)",
+    )
+    parser.add_argument(
+        "--worker-metrics-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="each worker's for Prometheus (default: any; `workers` shows where)",
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="return as soon as the service is healthy"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="until when everything must serve (default: 120)",
+    )
+
+
+def _add_down(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    _add_json(parser)
+    parser.add_argument(
+        "--forget",
+        action="store_true",
+        help="only drop the record, for a cluster that no longer exists",
+    )
+
+
+def _add_query(parser: argparse.ArgumentParser) -> None:
+    _add_name(parser)
+    _add_json(parser)
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of a manager or a lone worker (default: the one that `up` has started)",
+    )
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser)
+    _add_serving(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=int, default=50061, help="where to listen (default: 50061; 0: any free one)"
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="for Prometheus (default: any free one)",
+    )
+    parser.add_argument(
+        "--advertise-host",
+        metavar="HOST",
+        help="what others are to connect to, where --host is 0.0.0.0 or ::",
+    )
+    parser.add_argument(
+        "--manager", type=_address, metavar="HOST:PORT", help="where to register (default: nowhere)"
+    )
+    parser.add_argument("--id", metavar="NAME", help="of the worker (default: a random one)")
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what to ask; may be repeated (default: three questions)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=48, metavar="N", help="per answer (default: 48)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="how many workers (default: 2)"
+    )
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="a running service (default: start one, end it)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a folder with another model (default: SmolLM2-135M-Instruct)",
+    )
+
+
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        default=2 << 30,
+        metavar="SIZE",
+        help="for each worker's pages, such as 512MiB (default: 2GiB)",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where pages are (default: cpu)"
+    )
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--name", default="default", help="of the service, where several run (default: default)"
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for scripts")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise argparse.ArgumentTypeError(f'expected HOST:PORT, got "{text}"')
+    return text
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
