@@ -104,7 +104,9 @@ class Client:
             PagesLost: A worker has died with some of it.
         """
         request = types_pb2.AttachRequest(session_id=check_session_id(session_id))
-        return self._session(self._connections.ask(FRONT, "Attach", request).session)
+        attached = self._connections.ask(FRONT, "Attach", request).session
+        self._leases.hand_over(session_id)
+        return self._session(attached)
 
     def fork(self, session_id: str, token_count: int | None = None) -> Session:
         """Open a session that shares another's pages, or the leading `token_count` of each row.

@@ -45,6 +45,7 @@ class Lease:
         addresses: Of the workers that hold the session. Empty: ask whoever opened it.
         due_at: When to renew, in the clock's monotonic seconds. Every call moves it on.
         open: Whether there is something to renew and to release.
+        taken: Somebody else has attached to the session: it is theirs to renew and to release.
     """
 
     session_id: str
@@ -52,6 +53,7 @@ class Lease:
     addresses: tuple[str, ...]
     due_at: float
     open: bool = True
+    taken: bool = False
 
     def renewed(self, now: float) -> None:
         self.due_at = now + self.ttl_s / 3
@@ -91,6 +93,13 @@ class Leases:
         with self._lock:
             self._leases.discard(lease)
 
+    def hand_over(self, session_id: str) -> None:
+        """Leave a session to whoever has just attached to it, though an object of ours holds it."""
+        with self._lock:
+            for lease in [one for one in self._leases if one.session_id == session_id]:
+                lease.taken = True
+                self._leases.discard(lease)
+
     def release_soon(self, lease: Lease) -> None:
         """Release a session in the background. For finalizers: takes no lock, makes no call."""
         self._notes.put(lease)
@@ -114,7 +123,7 @@ class Leases:
         """Renew what is due, and what will be soon. Return the seconds until the next is due."""
         now = self._clock.monotonic()
         with self._lock:
-            leases = [lease for lease in self._leases if lease.open]
+            leases = [lease for lease in self._leases if lease.open and not lease.taken]
         # What is due within a twelfth of its time goes along, so that calls are few.
         due = [lease for lease in leases if lease.due_at - lease.ttl_s / 12 <= now]
         if due:
@@ -134,7 +143,7 @@ class Leases:
                 released = set(self._leases) if ending else set()
                 released.update(note for note in notes if isinstance(note, Lease))
                 self._leases -= released
-            self._release([lease for lease in released if lease.open])
+            self._release([lease for lease in released if lease.open and not lease.taken])
         _ALIVE.discard(self)
 
     def _wait_for_notes(self, timeout_s: float | None) -> list[Lease | Note]:

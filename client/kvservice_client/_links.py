@@ -15,6 +15,7 @@ from kvservice.core.errors import (
     InternalError,
     KVServiceError,
     PagesLost,
+    StaleEpoch,
     StaleWorker,
     Unavailable,
     WorkerLost,
@@ -128,6 +129,9 @@ class Links:
             extent.close_stream()
             raise self._mirror.pages_lost() from error
         except Draining:
+            raise
+        except StaleEpoch:
+            self.lease.taken = True  # by whoever has attached to the session since
             raise
         except Unavailable as error:
             raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error

@@ -415,6 +415,8 @@ class Session:
                 return
             for extent in self._mirror.extents:
                 extent.close_stream()
+            if self._lease.taken:
+                return
             request = types_pb2.ReleaseRequest(session_ids=[self.id])
             live = [extent for extent in self._mirror.extents if not extent.lost]
             for extent in live:
