@@ -115,6 +115,7 @@ class WorkerSettings:
         worker_id: Its name, the same after a restart.
         budget_bytes: What all its arenas together may take.
         device: Where the arenas are, as torch names it.
+        lane_port: Of the lane beside gRPC; 0: any free one. None: no lane.
         manager_address: Whom to report to, as host:port. None: a lone worker.
     """
 
@@ -126,11 +127,13 @@ class WorkerSettings:
     metrics_port: int | None = None
     device: str = "cpu"
     max_sessions: int = 20_000
+    lane_port: int | None = 0
     manager_address: str | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
+        _check_listening(self.host, self.lane_port or 0, self.advertise_host, None)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.worker_id):
             raise ConfigError(
                 f"worker_id must be 1 to 128 letters, digits, '.', '_', '-', got {self.worker_id!r}"

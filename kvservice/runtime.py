@@ -18,6 +18,7 @@ from kvservice.manager import PageManager
 from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
 from kvservice.server.app import GrpcServer
 from kvservice.server.heartbeat import HeartbeatSource
+from kvservice.server.lane import LaneServer
 from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_workers.data_plane.service import WorkerService
@@ -103,6 +104,8 @@ class WorkerServer(_Server):
         super().__init__(settings.limits, clock if clock is not None else SystemClock())
         self.settings = settings
         self.incarnation = uuid.uuid4().hex
+        self.lane_addresses: tuple[str, ...] = ()
+        self._lane: LaneServer | None = None
 
     def _start(self, running: ExitStack) -> None:
         settings = self.settings
@@ -115,7 +118,12 @@ class WorkerServer(_Server):
         expiry = _Expiry(self.worker, self._clock)
         running.callback(expiry.stop)
         expiry.start()
-        server.start(WorkerService(self.worker), WORKER, recorder=metrics)
+        lane = self._lane = self._open_lane(running, metrics)
+        service = WorkerService(self.worker, None if lane is None else lane.admit)
+        if lane is not None:
+            lane.start(service)
+            self.lane_addresses = lane.addresses
+        server.start(service, WORKER, recorder=metrics)
         # Once more, so that calls have ended before the worker is freed.
         running.callback(lambda: server.stop(self._grace_s))
         if settings.manager_address is not None:
@@ -124,6 +132,21 @@ class WorkerServer(_Server):
             running.callback(heartbeat.stop)
             heartbeat.start()
         LOG.info("worker %s serves at %s", settings.worker_id, self.address)
+
+    def _open_lane(self, running: ExitStack, metrics: WorkerMetrics) -> LaneServer | None:
+        settings = self.settings
+        if settings.lane_port is None:
+            return None
+        lane = LaneServer(
+            settings.host,
+            settings.lane_port,
+            advertised=settings.advertise_host,
+            limits=settings.limits,
+            clock=self._clock,
+            recorder=metrics,
+        )
+        running.callback(lane.stop)
+        return lane
 
     def _make_worker(self, metrics: WorkerMetrics) -> PageWorker:
         settings = self.settings

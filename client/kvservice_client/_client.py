@@ -24,7 +24,9 @@ from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._connections import FRONT, ClientConfig, Connections
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._session import Session
+from kvservice_client._transport import Transport
 from kvservice_client._transport_grpc import GrpcTransport, Tls
+from kvservice_client._transport_lane import LaneTransport
 from kvservice_client._watchdog import Watchdog
 
 _MAX_FORK_TRIES = 3
@@ -186,6 +188,7 @@ def connect(
     token: str | None = None,
     tls: Tls | None = None,
     timeout_s: float = 30.0,
+    lane: bool = True,
     config: ClientConfig | None = None,
 ) -> Client:
     """Find a manager, or a lone worker, behind an address.
@@ -195,6 +198,7 @@ def connect(
         token: Presented as a bearer token with every call, to workers too.
         tls: None: plaintext.
         timeout_s: For each call, and for finding the server now, retries included.
+        lane: Take the workers' lanes for Attend where they have one. Not with TLS.
         config: Further time limits; its own timeout_s gives way to `timeout_s`.
 
     Raises:
@@ -205,12 +209,16 @@ def connect(
     watchdog = Watchdog(clock)
     config = replace(config or ClientConfig(), timeout_s=timeout_s)
 
-    def dial(target: str) -> GrpcTransport:
+    def dial_grpc(target: str) -> GrpcTransport:
         return GrpcTransport(target, clock=clock, watchdog=watchdog, token=token, tls=tls)
+
+    def dial(target: str) -> Transport:
+        over_grpc = dial_grpc(target)
+        return LaneTransport(over_grpc, clock=clock) if lane and tls is None else over_grpc
 
     connections = Connections(address, dial, config=config, clock=clock, on_close=watchdog.close)
     try:
-        connections.lone_worker = _is_lone_worker(connections, dial(address))
+        connections.lone_worker = _is_lone_worker(connections, dial_grpc(address))
     except BaseException:
         connections.close()
         raise

@@ -6,6 +6,8 @@ whole message here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvservice.core.caller import Caller, Role
 from kvservice.core.errors import InvalidRequest, StaleWorker, Unimplemented
 from kvservice.core.session import SessionInfo, check_session_id
@@ -15,14 +17,24 @@ from kvservice.wire.convert import at_least_one, not_negative, session_id_from_p
 from kvservice_workers.worker import PageWorker
 
 
+Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
+"""Returns where the lane is, and a token that lets the caller in, once."""
+
+
 class WorkerService:
     """One method per RPC: `(request, caller) -> response`, raising errors of the tree.
 
     Thread-safe, as the worker is.
     """
 
-    def __init__(self, worker: PageWorker) -> None:
+    def __init__(self, worker: PageWorker, admit: Admit | None = None) -> None:
+        """Serve a worker.
+
+        Args:
+            admit: Lets a caller onto the worker's lane. None: there is none.
+        """
         self._worker = worker
+        self._admit = admit
         self._incarnation = worker.config.incarnation
 
     # Sessions
@@ -184,8 +196,11 @@ class WorkerService:
     def open_lane(
         self, request: worker_pb2.OpenLaneRequest, caller: Caller
     ) -> worker_pb2.OpenLaneResponse:
-        del request, caller
-        raise Unimplemented("this worker has no lane; Attend goes by gRPC")
+        del request
+        if self._admit is None:
+            raise Unimplemented("this worker has no lane; Attend goes by gRPC")
+        addresses, token = self._admit(caller)
+        return worker_pb2.OpenLaneResponse(addresses=addresses, token=token)
 
     def _check_incarnation(self, incarnation: str) -> None:
         if incarnation and incarnation != self._incarnation:

@@ -1,0 +1,233 @@
+"""The way to one worker with a lane for Attend, and gRPC for everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError, Message
+
+from kvservice.clock import Clock
+from kvservice.core.errors import (
+    DeadlineExceeded,
+    InternalError,
+    KVServiceError,
+    Unavailable,
+    Unimplemented,
+)
+from kvservice.v1 import worker_pb2
+from kvservice.wire import fragments
+from kvservice.wire.lane import LanePipe
+from kvservice.wire.names import WORKER
+from kvservice_client._framing import join
+from kvservice_client._transport import AttendStream, Transport, checked
+
+CONNECT_S: Final = 2.0
+# A worker without a lane is asked again after so long.
+ASK_AGAIN_S: Final = 30.0
+# An answer that takes longer makes the client ask over gRPC whether the worker is there.
+SILENCE_S: Final = 1.0
+PING_S: Final = 2.0
+MAX_IDLE: Final = 8
+
+
+class LaneTransport:
+    """A gRPC transport whose streams take the worker's lane where there is one. Thread-safe.
+
+    Lanes are connected sockets shared by all sessions, one at a time each. Where none can be
+    opened, gRPC's streams serve, and the lane is tried again after a while.
+    """
+
+    def __init__(self, over_grpc: Transport, *, clock: Clock) -> None:
+        self._grpc = over_grpc
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._idle: deque[LanePipe] = deque()
+        self._ask_at = 0.0
+        self._closed = False
+
+    def call(self, service: str, method: str, request: Message, *, timeout_s: float) -> Any:
+        return self._grpc.call(service, method, request, timeout_s=timeout_s)
+
+    def write(self, call: worker_pb2.WriteCall, *, timeout_s: float) -> worker_pb2.WriteResponse:
+        return self._grpc.write(call, timeout_s=timeout_s)
+
+    def read(self, request: worker_pb2.ReadRequest, *, timeout_s: float) -> worker_pb2.ReadResult:
+        return self._grpc.read(request, timeout_s=timeout_s)
+
+    def open_stream(self) -> AttendStream:
+        return _LaneStream(self, self._grpc.open_stream())
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = list(self._idle), deque()
+        for pipe in idle:
+            pipe.close()
+        self._grpc.close()
+
+    def take(self, timeout_s: float) -> LanePipe | None:
+        """Return a lane that is connected and idle, or a new one; None where gRPC must serve.
+
+        Raises:
+            Unavailable, DeadlineExceeded: The worker does not answer at all.
+        """
+        while self._idle:
+            try:
+                pipe = self._idle.pop()
+            except IndexError:
+                break  # another thread was faster
+            if not _has_ended(pipe):
+                return pipe
+            pipe.close()
+        if self._clock.monotonic() < self._ask_at:
+            return None
+        pipe = self._open(timeout_s)
+        if pipe is None:
+            self._ask_at = self._clock.monotonic() + ASK_AGAIN_S
+        return pipe
+
+    def give(self, pipe: LanePipe) -> None:
+        """Keep a lane for the next who needs one."""
+        with self._lock:
+            if not self._closed and len(self._idle) < MAX_IDLE:
+                self._idle.append(pipe)
+                return
+        pipe.close()
+
+    def check_alive(self) -> None:
+        """Ask the worker for a sign of life over gRPC.
+
+        Raises:
+            KVServiceError: There is none.
+        """
+        request = worker_pb2.OpenLaneRequest()
+        with contextlib.suppress(Unimplemented):
+            self._grpc.call(WORKER.full_name, "OpenLane", request, timeout_s=PING_S)
+
+    def _open(self, timeout_s: float) -> LanePipe | None:
+        try:
+            answer: worker_pb2.OpenLaneResponse = self._grpc.call(
+                WORKER.full_name, "OpenLane", worker_pb2.OpenLaneRequest(), timeout_s=timeout_s
+            )
+        except (Unavailable, DeadlineExceeded):
+            raise
+        except KVServiceError:
+            return None
+        for address in answer.addresses:
+            with contextlib.suppress(OSError):
+                connection = _connect(address, min(timeout_s, CONNECT_S))
+                connection.sendall(answer.token)
+                return LanePipe(connection, fragments.MAX_FRAME_BYTES)
+        return None
+
+
+class _LaneStream:
+    """A session's stream: borrows a lane for each call, or uses gRPC's stream."""
+
+    def __init__(self, transport: LaneTransport, over_grpc: AttendStream) -> None:
+        self._transport = transport
+        self._grpc = over_grpc
+        self._pipe: LanePipe | None = None  # while a call is under way on it
+        self._call_id = 0
+        self._ends_at = 0.0
+        self._timeout_s = 0.0
+
+    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
+        self.send(call, timeout_s=timeout_s)
+        return self.receive()
+
+    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
+        assert self._pipe is None, "the last call has not been received"
+        pipe = self._transport.take(timeout_s)
+        if pipe is None:
+            self._grpc.send(call, timeout_s=timeout_s)
+            return
+        self._call_id, self._timeout_s = call.call_id, timeout_s
+        self._ends_at = self._transport._clock.monotonic() + timeout_s
+        try:
+            pipe.socket.settimeout(timeout_s)
+            pipe.send(fragments.frames(call))
+        except OSError as error:
+            pipe.close()
+            raise self._broken(error) from error
+        self._pipe = pipe
+
+    def receive(self) -> worker_pb2.AttendResult:
+        pipe = self._pipe
+        if pipe is None:
+            return self._grpc.receive()
+        try:
+            result: worker_pb2.AttendResult = join(
+                iter(lambda: self._frame(pipe), None), worker_pb2.AttendResult
+            )
+        except BaseException as error:
+            self.close()  # an answer may still come: never to be taken for the next call's
+            if isinstance(error, OSError) and not isinstance(error, KVServiceError):
+                raise self._broken(error) from error
+            if isinstance(error, DecodeError):
+                raise InternalError("the worker's answer cannot be decoded") from error
+            raise
+        self._pipe = None
+        if result.call_id == self._call_id:
+            self._transport.give(pipe)
+        else:
+            pipe.close()
+        return checked(result, self._call_id)
+
+    def close(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            pipe.close()
+        self._grpc.close()
+
+    def _frame(self, pipe: LanePipe) -> worker_pb2.AttendResponse | None:
+        """Wait for a frame; after each second of silence, ask whether the worker is alive."""
+        while True:
+            left = self._ends_at - self._transport._clock.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
+            pipe.socket.settimeout(min(left, SILENCE_S))
+            try:
+                raw = pipe.receive()
+            except TimeoutError:
+                if left > SILENCE_S:
+                    self._transport.check_alive()
+                continue
+            if raw is None:
+                return None
+            return worker_pb2.AttendResponse.FromString(raw)  # type: ignore[arg-type]
+
+    def _broken(self, error: OSError) -> KVServiceError:
+        if isinstance(error, TimeoutError):
+            return DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
+        return Unavailable(f"the lane is broken: {error}")
+
+
+def _connect(address: str, timeout_s: float) -> socket.socket:
+    if address.startswith("unix:"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(address.removeprefix("unix:"))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+
+
+def _has_ended(pipe: LanePipe) -> bool:
+    """Whether the peer has closed an idle lane, or said something that nobody asked for."""
+    try:
+        pipe.socket.setblocking(False)
+        pipe.socket.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,267 @@
+"""The worker's lane: Attend on a plain Unix or TCP socket, for those whom gRPC has let in.
+
+`OpenLane` hands out a token that can be used once, within a few seconds. Whoever begins a
+connection with it is served as its caller: the same messages, checks and errors as gRPC's stream,
+by one thread a connection, without a hand-off between threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from google.protobuf.message import DecodeError
+
+from kvservice.clock import Clock
+from kvservice.config import ConfigError, ServerLimits
+from kvservice.core.caller import Caller
+from kvservice.core.errors import InvalidRequest, KVServiceError, Overloaded
+from kvservice.core.recorder import MethodRecorder, RpcRecorder
+from kvservice.server.faults import explained
+from kvservice.v1 import worker_pb2
+from kvservice.wire import status
+from kvservice.wire.fragments import Joiner, frames
+from kvservice.wire.lane import TOKEN_BYTES, LanePipe
+
+LOG = logging.getLogger(__name__)
+
+TOKEN_LIFE_S: Final = 10.0
+MAX_TOKENS: Final = 1024
+_BACKLOG: Final = 128
+
+
+class AttendService(Protocol):
+    """What the lane serves."""
+
+    def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    caller: Caller
+    ends_at: float
+
+
+class LaneServer:
+    """Listens on a Unix socket and a TCP port of this worker. `start` once, `stop` once.
+
+    Args:
+        host: Where to listen.
+        port: 0: any free one.
+        advertised: What others are to dial, if not `host`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        advertised: str | None,
+        limits: ServerLimits,
+        clock: Clock,
+        recorder: RpcRecorder,
+    ) -> None:
+        self._host, self._wanted_port = host, port
+        self._advertised = advertised or host
+        self._limits = limits
+        self._clock = clock
+        self._recorder = recorder.method("bidi_stream", "kvservice.lane", "Attend")
+        self._lock = threading.Lock()
+        self._admissions: dict[bytes, _Admission] = {}
+        self._open: set[_Connection] = set()
+        self._threads: set[threading.Thread] = set()
+        self._listeners: list[socket.socket] = []
+        self._folder: Path | None = None
+        self._stopping = False
+        self._service: AttendService | None = None
+        self.addresses: tuple[str, ...] = ()
+
+    # -- life
+
+    def start(self, service: AttendService) -> None:
+        """Listen, and serve Attend.
+
+        Raises:
+            ConfigError: The port is taken, or the host is not this machine's.
+        """
+        self._service = service
+        tcp = self._listen_tcp()
+        self._folder = Path(tempfile.mkdtemp(prefix="kvservice-lane-"))  # mode 0700
+        path = self._folder / "lane"
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind(str(path))
+        unix.listen(_BACKLOG)
+        self._listeners = [tcp, unix]
+        port = tcp.getsockname()[1]
+        host = f"[{self._advertised}]" if ":" in self._advertised else self._advertised
+        self.addresses = (f"unix:{path}", f"{host}:{port}")
+        for listener in self._listeners:
+            self._spawn(lambda listener=listener: self._accept(listener), "kvservice-lane-accept")
+
+    def stop(self) -> None:
+        """Close everything and wait for the threads to end."""
+        with self._lock:
+            self._stopping = True
+            connections = list(self._open)
+            threads = list(self._threads)
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the one who accepts
+            listener.close()
+        for connection in connections:
+            connection.pipe.close()
+        for thread in threads:
+            thread.join()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def admit(self, caller: Caller) -> tuple[tuple[str, ...], bytes]:
+        """Return where to connect, and a token that lets the caller in, once.
+
+        Raises:
+            Overloaded: Too many tokens wait to be used.
+        """
+        now = self._clock.monotonic()
+        with self._lock:
+            for token in [t for t, one in self._admissions.items() if one.ends_at < now]:
+                del self._admissions[token]
+            if len(self._admissions) >= MAX_TOKENS:
+                raise Overloaded("too many lanes are being opened", retry_delay_s=1.0)
+            token = secrets.token_bytes(TOKEN_BYTES)
+            self._admissions[token] = _Admission(caller, now + TOKEN_LIFE_S)
+        return self.addresses, token
+
+    # -- connections
+
+    def _listen_tcp(self) -> socket.socket:
+        try:
+            family, *_, address = socket.getaddrinfo(
+                self._host, self._wanted_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            tcp = socket.socket(family)
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tcp.bind(address)
+            tcp.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"the lane cannot listen on {self._host}:{self._wanted_port}: {error.strerror}; "
+                "choose another lane port"
+            ) from error
+        return tcp
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                accepted, _ = listener.accept()
+            except OSError:
+                if self._stopping:
+                    return
+                LOG.exception("accepting a lane failed")
+                continue
+            accepted.settimeout(TOKEN_LIFE_S)
+            connection = _Connection(LanePipe(accepted, self._limits.max_frame_bytes))
+            with self._lock:
+                full = len(self._open) >= self._limits.max_streams or self._stopping
+                if not full:
+                    self._open.add(connection)
+            if full:
+                connection.pipe.close()
+                continue
+            self._spawn(lambda c=connection: self._serve(c), "kvservice-lane")
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        def run() -> None:
+            try:
+                target()
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def _serve(self, connection: _Connection) -> None:
+        self._recorder.started()
+        started, code = self._clock.monotonic(), "OK"
+        try:
+            caller = self._let_in(connection.pipe)
+            if caller is None:
+                code = "UNAUTHENTICATED"
+                return
+            assert self._service is not None
+            connection.pipe.socket.settimeout(self._limits.idle_stream_s)
+            connection.answer_all(caller, self._service, self._limits, self._recorder)
+        except KVServiceError as error:  # of the framing: nothing sensible can follow
+            code = error.code.name
+            LOG.info("a lane is closed: %s", error)
+        except OSError:
+            code = "CANCELLED"  # the peer has gone, or has been silent for too long
+        except Exception:
+            code = "INTERNAL"
+            LOG.exception("serving a lane failed")
+        finally:
+            connection.pipe.close()
+            with self._lock:
+                self._open.discard(connection)
+            self._recorder.handled(code, self._clock.monotonic() - started)
+
+    def _let_in(self, pipe: LanePipe) -> Caller | None:
+        token = pipe.receive_token()
+        with self._lock:
+            admission = self._admissions.pop(token, None) if token is not None else None
+        if admission is None or admission.ends_at < self._clock.monotonic():
+            return None
+        return admission.caller
+
+
+class _Connection:
+    """One lane: frames in, answers out, in order."""
+
+    def __init__(self, pipe: LanePipe) -> None:
+        self.pipe = pipe
+
+    def answer_all(
+        self,
+        caller: Caller,
+        service: AttendService,
+        limits: ServerLimits,
+        recorder: MethodRecorder,
+    ) -> None:
+        """Answer calls until the peer closes. A call's error travels in its result."""
+        pipe, fragment_bytes = self.pipe, limits.fragment_bytes
+        for call in self._calls(limits.max_message_bytes):
+            recorder.received()
+            try:
+                result = service.attend(call, caller)
+            except Exception as error:
+                answer = status.to_status(explained(error, "Attend"))
+                result = worker_pb2.AttendResult(call_id=call.call_id, error=answer)
+            pipe.send(frames(result, fragment_bytes))
+            recorder.sent()
+
+    def _calls(self, max_message_bytes: int) -> Iterator[worker_pb2.AttendCall]:
+        joiner = Joiner(max_message_bytes)
+        while (raw := self.pipe.receive()) is not None:
+            try:
+                frame = worker_pb2.AttendRequest.FromString(raw)  # type: ignore[arg-type]
+                if frame.WhichOneof("frame") == "call" and not joiner.pending:
+                    yield frame.call
+                elif frame.WhichOneof("frame") == "fragment":
+                    joined = joiner.add(frame.fragment)
+                    if joined is not None:
+                        yield worker_pb2.AttendCall.FromString(bytes(joined))
+                else:
+                    raise InvalidRequest("expected a call or the next fragment of one")
+            except DecodeError:
+                raise InvalidRequest("not an AttendRequest: undecodable") from None
