@@ -43,6 +43,7 @@ from kvservice_client._client import Client, connect, current_client, use
 from kvservice_client._connections import ClientConfig
 from kvservice_client._session import Session
 from kvservice_client._transport_grpc import Tls
+from kvservice_client.paged_cache import PagedCache, PageStats, Popped
 
 if TYPE_CHECKING:
     from kvservice_client.hf import RemoteCache, use_remote_attention
@@ -66,9 +67,12 @@ __all__ = [
     "OutOfOrder",
     "OutOfPages",
     "Overloaded",
+    "PageStats",
+    "PagedCache",
     "PagesLost",
     "PermissionDenied",
     "PoolStats",
+    "Popped",
     "PositionOutOfRange",
     "QuotaExceeded",
     "RemoteCache",

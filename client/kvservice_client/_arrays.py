@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -136,7 +137,9 @@ def to_ints(values: Any, name: str) -> list[int]:
     Raises:
         InvalidRequest: Anything else.
     """
-    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(listed, Sequence):
+        listed = list(listed)
     if not isinstance(listed, list) or not all(type(value) is int for value in listed):
         raise InvalidRequest(f"{name} must be integers, got {values!r}")
     return listed

@@ -74,7 +74,12 @@ class Attender:
             parts = parts_of(mirror, step, ask, positions)
             calls = [self._call(step, ask, positions, part) for part in parts]
             mirror.last_step = max(mirror.last_step, step.number)
-            outcomes = self._links.attend(calls)
+            try:
+                outcomes = self._links.attend(calls)
+            except BaseException:  # interrupted: what was sent may be stored
+                if ask.tokens is not None:
+                    mirror.uncertain, mirror.step, step.failed_layer = True, step, ask.layer
+                raise
             error = _worst(outcomes)
             if error is None:
                 self._commit(step, ask, positions, parts)
