@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvservice.clock import Clock, SystemClock
+from kvservice.core.caller import ANONYMOUS
+from kvservice.core.errors import Unavailable
 from kvservice.embedded import MANAGER_ADDRESS, EmbeddedService
 from kvservice.manager import PageManager
 from kvservice.server.app import GrpcServer
@@ -26,22 +29,45 @@ from kvservice_workers.worker import PageWorker, WorkerConfig
 
 @dataclass
 class Backend:
-    """A running service: where its manager is, the way there, and its workers for looking at."""
+    """A running service: where its manager is, the way there, and its workers for looking at.
+
+    Fields:
+        kill: Makes a worker, by its index, answer nobody.
+        restart: Lets it live again, empty, at the same address.
+    """
 
     front: str
     dial: Dial
     workers: list[PageWorker]
     clock: Clock
+    kill: Callable[[int], None]
+    restart: Callable[[int], None]
     clients: list[Client] = field(default_factory=list)
 
-    def connect(self, *, config: ClientConfig | None = None, dial: Dial | None = None) -> Client:
-        """Return another client; it is closed with the service, if not before."""
+    def connect(
+        self, *, config: ClientConfig | None = None, dial: Dial | None = None, lone: bool = False
+    ) -> Client:
+        """Return another client; it is closed with the service, if not before.
+
+        Args:
+            lone: Of the first worker alone, not of the manager.
+        """
         connections = Connections(
-            self.front, dial or self.dial, config=config or ClientConfig(timeout_s=10.0)
+            self.workers[0].config.address if lone else self.front,
+            dial or self.dial,
+            lone_worker=lone,
+            config=config or ClientConfig(timeout_s=10.0),
         )
         client = Client(connections)
         self.clients.append(client)
         return client
+
+    def index_of(self, worker_id: str) -> int:
+        return next(
+            index
+            for index, worker in enumerate(self.workers)
+            if worker.config.worker_id == worker_id
+        )
 
     def used_pages(self) -> int:
         return sum(
@@ -63,6 +89,18 @@ class Backend:
         assert self.num_sessions() == 0, f"{self.num_sessions()} sessions are still open"
 
 
+class Switch:
+    """Stands before a worker's service, and can be turned off."""
+
+    def __init__(self, service: WorkerService) -> None:
+        self.service: WorkerService | None = service
+
+    def __getattr__(self, name: str) -> Any:
+        if self.service is None:
+            raise Unavailable("the worker is dead")
+        return getattr(self.service, name)
+
+
 @contextmanager
 def embedded_backend(
     *, num_workers: int = 1, memory_bytes: int = 1 << 26, clock: Clock | None = None
@@ -71,13 +109,48 @@ def embedded_backend(
     service = EmbeddedService(
         num_workers=num_workers, memory_bytes=memory_bytes, device="cpu", clock=clock
     )
+    switches = [Switch(service.services[worker.config.address]) for worker in service.workers]
+    for worker, switch in zip(service.workers, switches, strict=True):
+        service.services[worker.config.address] = switch  # type: ignore[assignment]
+
+    def kill(index: int) -> None:
+        switches[index].service = None
+
+    def restart(index: int) -> None:
+        worker = service.workers[index]
+        config = replace(worker.config, incarnation=uuid.uuid4().hex)
+        service.workers[index] = PageWorker(config, clock=service.clock)
+        switches[index].service = WorkerService(service.workers[index])
+        service._sources[index] = HeartbeatSource(service.workers[index])
+        for message in service._sources[index].messages():
+            service.manager.heartbeat(message, ANONYMOUS, first=True)
+
     service.start()
-    backend = Backend(MANAGER_ADDRESS, service.dial, service.workers, service.clock)
+    backend = Backend(MANAGER_ADDRESS, service.dial, service.workers, service.clock, kill, restart)
     try:
         yield backend
         backend.finish()
     finally:
         service.close()
+
+
+class GrpcWorker:
+    """A worker behind a server, with its heartbeats."""
+
+    def __init__(self, config: WorkerConfig, manager_address: str, clock: Clock) -> None:
+        self._server = GrpcServer()
+        host, _, port = config.address.rpartition(":")
+        bound = self._server.listen(host, int(port))
+        config = replace(config, address=f"{host}:{bound}", incarnation=uuid.uuid4().hex)
+        self.worker = PageWorker(config, clock=clock)
+        self._server.start(WorkerService(self.worker), WORKER)
+        source = HeartbeatSource(self.worker)
+        self._heartbeats = HeartbeatLoop(source, manager_address, clock=SystemClock())
+        self._heartbeats.start()
+
+    def stop(self) -> None:
+        self._heartbeats.stop()
+        self._server.stop(0.0)
 
 
 @contextmanager
@@ -89,7 +162,7 @@ def grpc_backend(
     watchdog = Watchdog(SystemClock())
     manager = PageManager(
         GrpcWorkerHandle,
-        clock=clock,
+        clock=SystemClock(),
         incarnation=uuid.uuid4().hex,
         workers_expected=num_workers,
     )
@@ -97,41 +170,40 @@ def grpc_backend(
     front = f"127.0.0.1:{server.listen('127.0.0.1', 0)}"
     server.start(manager, MANAGER)
     running = [
-        _start_worker(f"worker-{index}", memory_bytes, front, clock) for index in range(num_workers)
+        GrpcWorker(
+            WorkerConfig(
+                worker_id=f"worker-{index}",
+                incarnation="",
+                budget_bytes=memory_bytes,
+                address="127.0.0.1:0",
+            ),
+            front,
+            clock,
+        )
+        for index in range(num_workers)
     ]
+    workers = [one.worker for one in running]
 
     def dial(address: str) -> GrpcTransport:
         return GrpcTransport(address, clock=SystemClock(), watchdog=watchdog)
 
-    backend = Backend(front, dial, [worker for worker, _, _ in running], clock)
+    def kill(index: int) -> None:
+        running[index].stop()
+
+    def restart(index: int) -> None:
+        running[index] = GrpcWorker(workers[index].config, front, clock)
+        workers[index] = running[index].worker
+
+    backend = Backend(front, dial, workers, clock, kill, restart)
     try:
         eventually(lambda: len(manager.workers()) == num_workers)
         yield backend
         backend.finish()
     finally:
         watchdog.close()
-        for _, _, heartbeats in running:
-            heartbeats.stop()
+        for one in running:
+            one.stop()
         server.stop(0.0)
-        for worker, worker_server, _ in running:
-            worker_server.stop(0.0)
+        for worker in workers:
             worker.close()
         manager.close()
-
-
-def _start_worker(
-    worker_id: str, memory_bytes: int, front: str, clock: Clock
-) -> tuple[PageWorker, GrpcServer, HeartbeatLoop]:
-    server = GrpcServer()
-    address = f"127.0.0.1:{server.listen('127.0.0.1', 0)}"
-    config = WorkerConfig(
-        worker_id=worker_id,
-        incarnation=uuid.uuid4().hex,
-        budget_bytes=memory_bytes,
-        address=address,
-    )
-    worker = PageWorker(config, clock=clock)
-    server.start(WorkerService(worker), WORKER)
-    heartbeats = HeartbeatLoop(HeartbeatSource(worker), front, clock=SystemClock())
-    heartbeats.start()
-    return worker, server, heartbeats

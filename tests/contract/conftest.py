@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from kvservice_client import Client
 from tests.backends import Backend, embedded_backend, grpc_backend
+
+torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 BACKENDS = {"embedded": embedded_backend, "grpc": grpc_backend}
 

@@ -1,0 +1,123 @@
+"""A network that loses what it is told to lose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvservice.core.errors import Unavailable
+from kvservice_client._transport import AttendStream, Dial, Transport
+
+
+class Faults:
+    """Stands between a client and its servers.
+
+    Every call is noted, with its bytes, before it may be lost.
+    """
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+        self._losses: Counter[tuple[str, str]] = Counter()  # method, "request" or "answer"
+        self._skip: Counter[str] = Counter()
+        self._cut: set[str] = set()
+        self.log: list[tuple[str, str, bytes]] = []  # address, method, request
+
+    def dial(self, address: str) -> Transport:
+        return _Transport(self, address)
+
+    def lose(self, method: str, what: str, *, times: int = 1, after: int = 0) -> None:
+        """Lose the next requests or answers of a method, after letting some through."""
+        self._losses[method, what] += times
+        self._skip[method] += after
+
+    def cut(self, address: str) -> None:
+        """Let nothing through to an address, until `heal`."""
+        self._cut.add(address)
+
+    def heal(self, address: str) -> None:
+        self._cut.discard(address)
+
+    def sent(self, method: str) -> list[bytes]:
+        """Return the requests of a method so far."""
+        return [request for _, name, request in self.log if name == method]
+
+    def carry(
+        self, address: str, method: str, request: Message, call: Callable[[Transport], Any]
+    ) -> Any:
+        """Carry out a call, or lose it."""
+        self.log.append((address, method, request.SerializeToString(deterministic=True)))
+        if address in self._cut:
+            raise Unavailable("the connection is cut")
+        if self._skip[method] > 0:
+            self._skip[method] -= 1
+            return call(self._dial(address))
+        if self._take(method, "request"):
+            raise Unavailable("the request was lost")
+        answer = call(self._dial(address))
+        if self._take(method, "answer"):
+            raise Unavailable("the answer was lost")
+        return answer
+
+    def _take(self, method: str, what: str) -> bool:
+        if not self._losses[method, what]:
+            return False
+        self._losses[method, what] -= 1
+        return True
+
+
+class _Transport:
+    def __init__(self, faults: Faults, address: str) -> None:
+        self._faults = faults
+        self._address = address
+
+    def call(self, service: str, method: str, request: Message, *, timeout_s: float) -> Any:
+        return self._faults.carry(
+            self._address,
+            method,
+            request,
+            lambda way: way.call(service, method, request, timeout_s=timeout_s),
+        )
+
+    def open_stream(self) -> AttendStream:
+        return _Stream(self._faults, self._address)
+
+    def write(self, call: Any, *, timeout_s: float) -> Any:
+        return self._faults.carry(
+            self._address, "Write", call, lambda way: way.write(call, timeout_s=timeout_s)
+        )
+
+    def read(self, request: Any, *, timeout_s: float) -> Any:
+        return self._faults.carry(
+            self._address, "Read", request, lambda way: way.read(request, timeout_s=timeout_s)
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class _Stream:
+    def __init__(self, faults: Faults, address: str) -> None:
+        self._faults = faults
+        self._address = address
+        self._sent: Any = None
+
+    def attend(self, call: Any, *, timeout_s: float) -> Any:
+        return self._faults.carry(
+            self._address,
+            "Attend",
+            call,
+            lambda way: way.open_stream().attend(call, timeout_s=timeout_s),
+        )
+
+    def send(self, call: Any, *, timeout_s: float) -> None:
+        self._sent = call, timeout_s
+
+    def receive(self) -> Any:
+        call, timeout_s = self._sent
+        return self.attend(call, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._sent = None
