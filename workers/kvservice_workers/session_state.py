@@ -24,10 +24,9 @@ from kvservice_workers.attention.batch import PagedBatch
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.steady import Slots, SteadyStep
 
 SessionKey = tuple[str, str]  # tenant, session id
-# Pages and offsets of tokens, and which tokens these are: None for all.
-Slots = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64] | None]
 
 
 class LayerGroup:
@@ -43,6 +42,7 @@ class LayerGroup:
         self.pool = pool
         self.tables = [PageTable(pool.pages) for _ in range(num_rows)]
         self.evicted = [0] * num_rows
+        self.in_use = True  # a layer is stated or has stored something: else no page is taken
         self.promised = 0  # pages
         self.version = 0  # changes whenever a table does
         self._array: npt.NDArray[np.int32] | None = None
@@ -87,6 +87,8 @@ class Step:
     # Derived values that layers share, by what they depend on.
     slots: dict[Hashable, Slots] = field(default_factory=dict)
     batches: dict[Hashable, PagedBatch] = field(default_factory=dict)
+    # By window: what serves the layers of a group that come after its first.
+    steady: dict[int | None, SteadyStep] = field(default_factory=dict)
 
 
 class WorkerSession:

@@ -42,7 +42,9 @@ class Structure:
                 key = ("private", next(self._private_keys))
             private = not spec.states_geometry
             pool = self._pools.open(key, spec.page_size, private=private)
-            session.groups[window] = LayerGroup(window, pool, session.num_rows)
+            group = LayerGroup(window, pool, session.num_rows)
+            group.in_use = any(layer.window == window for layer in spec.layers)
+            session.groups[window] = group
 
     def free(self, session: WorkerSession, reason: str) -> None:
         """Give back all that a session holds, because of `reason`."""
@@ -114,6 +116,7 @@ class Structure:
         for window, group in parent.groups.items():
             size = group.page_size
             mine = child.groups[window]
+            mine.in_use = group.in_use
             mine.tables = [
                 table.share(cdiv(length, size))
                 for table, length in zip(group.tables, keep, strict=True)
