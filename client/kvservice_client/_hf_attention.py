@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvservice_client._hf_layer import RemoteLayer
@@ -71,34 +73,40 @@ def remote_attention(
         return out, None
 
     ticket = _ticket(key, value)
-    _refuse_unknown(module, dropout, others)
-    seen = describe(
-        attention_mask,
-        first_key=ticket.start,
-        num_keys=ticket.stop - ticket.start,
-        num_queries=query.shape[-2],
-        is_causal=causal,
-        window=sliding_window,
-    )
     layer: RemoteLayer = ticket.layer
-    if attention_mask is None:
-        padding = layer.shared.unseen_padding(None, ticket.stop)
-    elif isinstance(attention_mask, RemoteMask):
-        padding = layer.shared.unseen_padding(attention_mask, ticket.stop)
-    else:
-        padding = None  # a mask of the caller's own: it says all
     sources = (query, *(layer.pending or ()))
-    out = layer.attend(
-        query,
-        seen,
-        first_key=ticket.start,
-        scale=scale,
-        softcap=softcap,
-        sinks=s_aux,
-        bias=_bias(position_bias, query.shape[-2]),
-        padding=padding,
-    )
+    try:
+        _refuse_unknown(module, dropout, others)
+        out = layer.attend(
+            query,
+            describe(
+                attention_mask,
+                first_key=ticket.start,
+                num_keys=ticket.stop - ticket.start,
+                num_queries=query.shape[-2],
+                is_causal=causal,
+                window=sliding_window,
+            ),
+            first_key=ticket.start,
+            scale=scale,
+            softcap=softcap,
+            sinks=s_aux,
+            bias=_bias(position_bias, query.shape[-2]),
+            padding=_padding(attention_mask, layer, ticket.stop),
+        )
+    except BaseException:
+        layer.retract()  # the tokens of this layer are not stored, and must not seem to be
+        raise
     return refuse_backward(out, *sources).transpose(1, 2).contiguous(), None
+
+
+def _padding(
+    mask: torch.Tensor | None, layer: RemoteLayer, length: int
+) -> npt.NDArray[np.bool_] | None:
+    """Return news of padding. A mask of the caller's own has none: it says all."""
+    if mask is not None and not isinstance(mask, RemoteMask):
+        return None
+    return layer.shared.unseen_padding(mask, length)
 
 
 def _ticket(key: torch.Tensor, value: torch.Tensor) -> Ticket:

@@ -213,26 +213,22 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         # Queries that are the new tokens need no position, and are not sent where none is seen.
         are_new = k is not None and k.shape[-2] == query.shape[-2]
         are_new = are_new and seen.query_position + query.shape[-2] == self.length
-        try:
-            out: torch.Tensor = session.attend(
-                self.index,
-                query.detach(),
-                k,
-                v,
-                scale=scale,
-                mask=seen.mask,
-                window=seen.window,
-                chunk=seen.chunk,
-                softcap=softcap,
-                sinks=None if sinks is None else sinks.detach().float(),
-                bias=bias,
-                padding=padding,
-                column_starts=first_key if columns else None,
-                query_positions=None if are_new else seen.query_position,
-            )
-        except BaseException:
-            self.retract()
-            raise
+        out: torch.Tensor = session.attend(
+            self.index,
+            query.detach(),
+            k,
+            v,
+            scale=scale,
+            mask=seen.mask,
+            window=seen.window,
+            chunk=seen.chunk,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.detach().float(),
+            bias=bias,
+            padding=padding,
+            column_starts=first_key if columns else None,
+            query_positions=None if are_new else seen.query_position,
+        )
         self.pending = None
         if padding is not None:
             self.shared.padding = padding

@@ -1,0 +1,180 @@
+"""Encoder-decoders: a cache for the decoder's own tokens, and one for what the encoder said."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from transformers import DynamicCache, EncoderDecoderCache
+
+from kvservice_client import Client
+from kvservice_client.hf import RemoteCache, use_remote_attention
+from tests.e2e import models
+from tests.e2e.compare import difference
+from tests.e2e.scenarios import Results, padded, prompt
+
+pytestmark = pytest.mark.matrix
+
+NewCache = Callable[[], EncoderDecoderCache]
+
+
+@functools.cache
+def t5(seed: int = 0, encoder_layers: int = 2) -> Any:
+    """Return a T5 with 3 decoder layers, and padding as start token."""
+    config = tf.T5Config(
+        vocab_size=models.VOCAB,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=encoder_layers,
+        num_decoder_layers=3,
+        num_heads=4,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=20,
+        dropout_rate=0.0,
+        tie_word_embeddings=False,
+        pad_token_id=models.PAD,
+        decoder_start_token_id=models.PAD,
+        eos_token_id=None,
+    )
+    model = tf.T5ForConditionalGeneration(config)
+    models.spread_weights(model, 0.18, seed)
+    return _ready(model)
+
+
+@functools.cache
+def whisper() -> Any:
+    config = tf.WhisperConfig(
+        vocab_size=models.VOCAB,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        num_mel_bins=8,
+        max_source_positions=30,
+        max_target_positions=64,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        pad_token_id=models.PAD,
+        bos_token_id=1,
+        decoder_start_token_id=1,
+        eos_token_id=models.PAD,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+        tie_word_embeddings=False,
+    )
+    model = tf.WhisperForConditionalGeneration(config)
+    models.spread_weights(model, 0.18)
+    return _ready(model)
+
+
+def _ready(model: Any) -> Any:
+    model.eval()
+    start = model.config.decoder_start_token_id
+    model.generation_config = tf.GenerationConfig(
+        pad_token_id=models.PAD, decoder_start_token_id=start, eos_token_id=None
+    )
+    return model
+
+
+def generate(model: Any, cache: Any, **options: Any) -> Results:
+    """Generate; return sequences, and the logits that led to them."""
+    torch.manual_seed(0)
+    out = tf.GenerationMixin.generate(
+        model,
+        cache=cache,
+        max_new_tokens=10,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return [out.sequences, torch.stack(out.logits)]
+
+
+def t5_greedy(model: Any, new_cache: NewCache) -> Results:
+    ids, mask = padded([9, 4, 7])
+    return generate(model, new_cache(), input_ids=ids, attention_mask=mask)
+
+
+def t5_greedy_right_padded(model: Any, new_cache: NewCache) -> Results:
+    ids, mask = (side.flip(1) for side in padded([9, 4, 7]))
+    return generate(model, new_cache(), input_ids=ids, attention_mask=mask)
+
+
+def t5_beam(model: Any, new_cache: NewCache) -> Results:
+    ids, mask = padded([9, 5], seed=1)
+    return generate(model, new_cache(), input_ids=ids, attention_mask=mask, num_beams=4)
+
+
+def t5_assisted(model: Any, new_cache: NewCache) -> Results:
+    draft = t5(seed=7, encoder_layers=3)  # its own cache counts its layers by the encoder's
+    return generate(model, new_cache(), input_ids=prompt(1, 9, seed=2), assistant_model=draft)
+
+
+def t5_deepcopy(model: Any, new_cache: NewCache) -> Results:
+    """Decoding goes on from copies of both caches."""
+    ids, cache = prompt(1, 8, seed=3), new_cache()
+    start = torch.full((1, 1), models.PAD)
+    with torch.no_grad():
+        encoded = model.encoder(ids)
+        results = [model(encoder_outputs=encoded, decoder_input_ids=start, cache=cache).logits]
+        for token in (5, 6):
+            branch = copy.deepcopy(cache)
+            for step in range(3):
+                ids = torch.full((1, 1), token + step)
+                out = model(encoder_outputs=encoded, decoder_input_ids=ids, cache=branch)
+                results.append(out.logits)
+    return results
+
+
+def whisper_greedy(model: Any, new_cache: NewCache) -> Results:
+    return generate(model, new_cache(), input_features=_sound(2))
+
+
+def whisper_beam(model: Any, new_cache: NewCache) -> Results:
+    return generate(model, new_cache(), input_features=_sound(1), num_beams=3)
+
+
+def _sound(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 8, 60, generator=torch.Generator().manual_seed(3))
+
+
+CASES = [
+    *(
+        (t5, case)
+        for case in (t5_greedy, t5_greedy_right_padded, t5_beam, t5_assisted, t5_deepcopy)
+    ),
+    *((whisper, case) for case in (whisper_greedy, whisper_beam)),
+]
+
+
+@pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
+@pytest.mark.parametrize("mode", ["attend", "auto", "fetch"])
+@pytest.mark.parametrize(("build", "case"), CASES, ids=[case.__name__ for _, case in CASES])
+def test_encoder_decoder(
+    client: Client, build: Callable[[], Any], case: Callable[[Any, NewCache], Results], mode: str
+) -> None:
+    """Both caches are remote; the cross-attention cache is built without a config."""
+    model = build()
+    model.set_attn_implementation("sdpa")
+    config = model.config
+    local = case(model, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    if mode == "attend":
+        use_remote_attention(model)
+
+    def new_cache() -> EncoderDecoderCache:
+        return EncoderDecoderCache(
+            RemoteCache(client, config, mode=mode), RemoteCache(client, mode=mode)
+        )
+
+    assert difference(case(model, new_cache), tuple(local)) is None
