@@ -45,6 +45,7 @@ class GrpcServer:
         num_threads = self._limits.max_streams + self._limits.unary_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvservice-rpc")
         self._health = health.HealthServicer()
+        self._started = False
         self._server = grpc.server(
             self._threads,
             options=_options(self._limits),
@@ -97,12 +98,19 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((handlers,))
         self._calls.start()
         self._server.start()
+        self._started = True
         for name in ("", descriptor.full_name):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give those in progress `grace_s` seconds, end all threads."""
+        """Refuse new calls, give those in progress `grace_s` seconds, end all threads.
+
+        May be called again, and without `start`.
+        """
         self._health.enter_graceful_shutdown()
+        if not self._started:
+            self._started = True
+            self._server.start()  # only one that has run lets go of its port
         self._server.stop(grace_s).wait()
         self._calls.stop()
         self._threads.shutdown(wait=True)

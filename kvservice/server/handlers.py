@@ -39,6 +39,7 @@ from kvservice.wire.names import snake_case
 LOG = logging.getLogger(__name__)
 
 OURS: Final = {Code.INTERNAL, Code.DATA_LOSS}
+_FOREVER_S: Final = 1e8  # gRPC says some such number where the caller has stated no deadline
 _STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
 _KINDS: Final = {
     (False, False): "unary",
@@ -200,7 +201,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                         for frame in frames(result, self._limits.fragment_bytes):
                             method.recorder.sent()
                             yield frame
-                rpc.succeed()
+                    if not stream.cancelled:
+                        rpc.succeed()
             except Exception as error:
                 rpc.fail(error)
             finally:
@@ -225,7 +227,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                         answer = method.serve(request, rpc.caller(), first=first)
                         method.recorder.sent()
                         yield answer.SerializeToString()
-                rpc.succeed()
+                    if not stream.cancelled:
+                        rpc.succeed()
             except Exception as error:
                 rpc.fail(error)
             finally:
@@ -270,7 +273,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _time_left(self, context: Any) -> float:
         """Return the seconds that a call has; those that state none get the default."""
         left: float | None = context.time_remaining()
-        if left is None:
+        if left is None or left > _FOREVER_S:
             return self._limits.default_deadline_s
         if left <= 0:
             raise DeadlineExceeded("the deadline passed before the call was begun")

@@ -24,13 +24,18 @@ class Cancellable(Protocol):
 
 
 class OpenCall:
-    """A call in progress. Its own thread moves `ends_at`, the watching one reads it."""
+    """A call in progress. Its own thread moves `ends_at`, the watching one reads it.
 
-    __slots__ = ("context", "ends_at")
+    `cancelled` tells what gRPC does not: to its thread, a stream that was cancelled while waiting
+    may look like one that the client has ended.
+    """
+
+    __slots__ = ("cancelled", "context", "ends_at")
 
     def __init__(self, context: Cancellable, ends_at: float) -> None:
         self.context = context
         self.ends_at = ends_at
+        self.cancelled = False
 
 
 class OpenCalls:
@@ -102,6 +107,7 @@ class OpenCalls:
             overdue = [entry for entry in self._open if entry.ends_at <= now]
         for entry in overdue:
             entry.ends_at = NEVER
+            entry.cancelled = True
             entry.context.cancel()
         return len(overdue)
 
