@@ -15,6 +15,7 @@ from kvservice import config
 from kvservice.cli.exits import OK, Interrupted
 from kvservice.clock import Clock, SystemClock
 from kvservice.cluster.launch import Down, Launcher
+from kvservice.cluster.ports import check_port_free
 from kvservice.cluster.state import RunState, ServiceOptions, StateStore
 from kvservice.core.errors import NotFound, Unavailable
 
@@ -88,13 +89,6 @@ def down(arguments: argparse.Namespace) -> int:
 
 def worker(arguments: argparse.Namespace) -> int:
     """Run one worker alone, without Ray, until a signal."""
-    try:
-        from kvservice.runtime import WorkerServer
-    except ImportError as error:
-        raise NotFound(
-            f"a worker needs the package {error.name}: pip install 'kvservice[server]'"
-        ) from error
-    logging.basicConfig(level=logging.WARNING)
     settings = config.WorkerSettings(
         worker_id=arguments.id or f"worker-{uuid.uuid4().hex[:8]}",
         budget_bytes=arguments.memory,
@@ -105,6 +99,16 @@ def worker(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         manager_address=arguments.manager,
     )
+    for port, option in ((arguments.port, "--port"), (arguments.metrics_port, "--metrics-port")):
+        if port:
+            check_port_free(arguments.host, port, option)
+    try:
+        from kvservice.runtime import WorkerServer
+    except ImportError as error:
+        raise NotFound(
+            f"a worker needs the package {error.name}: pip install 'kvservice[server]'"
+        ) from error
+    logging.basicConfig(level=logging.WARNING)
     with WorkerServer(settings) as server:
         if arguments.json:
             print(

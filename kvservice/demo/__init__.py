@@ -1,0 +1,1 @@
+"""`kvservice demo`: a real model whose keys and values are on workers."""
