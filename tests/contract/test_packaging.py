@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.programs import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"kvservice", "kvservice_client", "kvservice_workers"}
@@ -48,24 +52,27 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the wheel and the source distribution, built offline."""
-    folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+def build(folder: Path, target: str, environment: dict[str, str] | None = None) -> str:
+    """Build one target offline and return what was printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)],
         cwd=ROOT,
+        env={**os.environ, **(environment or {})},
         check=True,
         capture_output=True,
+        text=True,
     )
-    return folder
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Path) -> zipfile.ZipFile:
-    """Return the built wheel."""
-    (path,) = built.glob("*.whl")
-    return zipfile.ZipFile(path)
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """Yield the built wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build(folder, "wheel")
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def test_wheel_has_the_three_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
@@ -88,6 +95,24 @@ def test_wheel_has_every_module(wheel: zipfile.ZipFile) -> None:
         assert f"{package}/py.typed" in names
 
 
+@needs("g++")
+def test_wheel_has_the_native_kernel(wheel: zipfile.ZipFile) -> None:
+    """Where there is a compiler, the extension is built and the wheel is named for its platform."""
+    (extension,) = (name for name in wheel.namelist() if name.endswith(".so"))
+    assert extension.startswith("kvservice_workers/_native.")
+    assert wheel.filename is not None
+    assert not wheel.filename.endswith("-any.whl")
+    assert not any(name.endswith((".cpp", ".h", ".inc")) for name in wheel.namelist())
+
+
+def test_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:
+    """Where there is none, the package is complete but for the extension, and says so."""
+    said = build(tmp_path, "wheel", {"CXX": "no-such-compiler"})
+    (path,) = tmp_path.glob("*-none-any.whl")
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(path).namelist())
+    assert "without the native kernel" in said
+
+
 def test_wheel_requires_only_the_thin_client(wheel: zipfile.ZipFile) -> None:
     """Without an extra nothing heavy is installed, and no extra has what has no place there."""
     (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
@@ -108,14 +133,16 @@ def test_wheel_has_the_command(wheel: zipfile.ZipFile) -> None:
     assert "kvservice = kvservice.cli:main" in wheel.read(name).decode()
 
 
-def test_source_distribution_builds_what_the_repository_builds(built: Path) -> None:
-    """The sources of all three packages and of the protocol are in it; no environment is."""
-    (path,) = built.glob("*.tar.gz")
+def test_source_distribution_has_what_a_build_needs(tmp_path: Path) -> None:
+    """The sources of the packages, extension and protocol are in it; no environment is."""
+    build(tmp_path, "sdist")
+    (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert "proto/kvservice/v1/worker.proto" in names
     assert "client/kvservice_client/__init__.py" in names
     assert "workers/kvservice_workers/__init__.py" in names
+    assert {"hatch_build.py", "workers/kvservice_workers/attention/native/module.cpp"} <= names
     assert not any(name.startswith(".venv") for name in names)
 
 
