@@ -82,6 +82,11 @@ class Arena:
         """Values of all pages, in this device's layout."""
         return self._v
 
+    @property
+    def room(self) -> int:
+        """Pages that the tensors have, those beyond `capacity` included."""
+        return self._reserved
+
     def move_bytes(self, capacity: int) -> int:
         """Return the bytes that growing to `capacity` takes in passing, for a copy."""
         return self.capacity * self.page_bytes if capacity > self._reserved else 0
@@ -164,6 +169,7 @@ class Arena:
                 for dim in dims
             )
         self._reserved = num_pages
+        self.addresses = (self._k.data_ptr(), self._v.data_ptr())
 
     def _to_device(self, array: Array) -> torch.Tensor:
         host = _as_torch(np.ascontiguousarray(array), self.geometry.dtype)

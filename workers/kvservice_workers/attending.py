@@ -20,7 +20,8 @@ from kvservice.core.geometry import HOLE, DType, HostTensor, LayerGeometry
 from kvservice.core.session import MAX_TOKENS, AttendCall, MaskKind, RowRange, StepHeader
 from kvservice_workers.attention.batch import PagedBatch
 from kvservice_workers.padding import RowPadding
-from kvservice_workers.session_state import LayerGroup, Slots, WorkerSession
+from kvservice_workers.session_state import LayerGroup, WorkerSession
+from kvservice_workers.steady import Slots
 
 
 @dataclass(frozen=True, slots=True)

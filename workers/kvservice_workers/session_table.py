@@ -59,6 +59,10 @@ class SessionTable:
         session.lock.release()
         return None
 
+    def peek(self, tenant: str, session_id: str) -> WorkerSession | None:
+        """Return a session whatever its lease. For hints: the worker's lock is not needed."""
+        return self._sessions.get((tenant, session_id))
+
     def find_repeat(self, key: SessionKey, origin: Hashable) -> WorkerSession | None:
         """Return the session that the same request has opened before; None if there is none.
 

@@ -43,6 +43,7 @@ from kvservice_workers.snapshot import (
     session_info,
     worker_stats,
 )
+from kvservice_workers.steady import SteadyStep
 from kvservice_workers.structure import Structure
 
 __all__ = ["PageWorker", "WorkerConfig"]
@@ -396,6 +397,41 @@ class PageWorker:
                 return self._counting_failures(lambda: self._data.attend(session, call))
             finally:
                 self._renew(session)
+
+    def find_steady(self, tenant: str, session_id: str, layer: int) -> SteadyStep | None:
+        """Return what a call on a layer must ask for to be served the short way; None: it cannot.
+
+        Only a hint, taken without a lock: `attend_steadily` looks again.
+        """
+        session = self._sessions.peek(tenant, session_id)
+        step = None if session is None else session.step
+        if session is None or step is None:
+            return None
+        layers = session.spec.layers
+        return step.steady.get(layers[layer].window if 0 <= layer < len(layers) else None)
+
+    def attend_steadily(
+        self,
+        tenant: str,
+        session_id: str,
+        steady: SteadyStep,
+        layer: int,
+        tensors: tuple[bytes, bytes, bytes],
+        scale: float,
+    ) -> bytes | None:
+        """Serve a layer that asks as `steady` says, with q, k and v as raw bytes, the short way.
+
+        Returns:
+            The output's bytes, [tokens, heads, v_dim] in the layer's dtype. None: take `attend`,
+            nothing has changed.
+
+        Raises:
+            SessionNotFound, InvalidRequest (no such layer).
+        """
+        session = self._use(tenant, session_id)
+        with session.lock:
+            session.check_open()
+            return self._data.attend_steadily(session, steady, layer, tensors, scale)
 
     def write(self, tenant: str, call: WriteCall) -> tuple[int, ...]:
         """Store k and v at listed positions; return the layer's lengths. All or nothing.

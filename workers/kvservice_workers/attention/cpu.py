@@ -8,7 +8,6 @@ positions in the middle goes through matrix products, a bounded number of querie
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from kvservice.core.geometry import cdiv
 from kvservice.core.session import MaskKind
 from kvservice_workers.attention.batch import AttentionParams, PagedBatch, Partial
-from kvservice_workers.attention.merge import merge
+from kvservice_workers.attention.merge import merge, merge_sinks
 
 MAX_SCORES = 1 << 23
 """Scores that matrix products hold at a time (float32: 32 MiB, and a few copies of that)."""
@@ -71,27 +70,29 @@ def attend_flash(
     v_pages: torch.Tensor,
     batch: PagedBatch,
     params: AttentionParams,
-    rows: Iterable[int],
+    rows: npt.NDArray[np.int64] | None,
     result: Partial,
 ) -> None:
     """Attend by torch's flash kernel; rows whose mask it does not know by matrix products.
 
     Args:
-        q, k_pages, v_pages, batch, params: As for `reference.paged_attention`, without sinks,
-            softcap, bias and dense mask; K and V of equal dim.
-        rows: The rows to do.
-        result: Filled with `(0, -inf)`; their queries' part is overwritten.
+        q, k_pages, v_pages, batch, params: As for `reference.paged_attention`, without softcap,
+            bias and dense mask; K and V of equal dim.
+        rows: i64[any]. The rows to do, None for all; the queries of all others are left alone in
+            `result`.
+        result: f32. Written for every query of `rows`, whatever it held.
 
     Numerics:
         Everything in float32: keys and values of a shorter dtype are converted after gathering,
         which costs less than flash takes longer on them (measured; without AMX), and leaves no
         rounding to be merged. float64 in float64, rounded at the end.
     """
-    for row in _rows(q, k_pages, v_pages, batch, params, rows):
-        partial = _flash_row(row, params)
-        if partial is None:
+    for index in range(batch.num_rows) if rows is None else rows.tolist():
+        row = _row(q, k_pages, v_pages, batch, params, index)
+        partial = None if row is None else _flash_row(row, params)
+        if row is not None and partial is None:
             partial = _matmul_row(row, params)
-        _store(batch, row.index, partial, result)
+        _store(batch, params, index, partial, result)
 
 
 def attend_matmul(
@@ -100,39 +101,40 @@ def attend_matmul(
     v_pages: torch.Tensor,
     batch: PagedBatch,
     params: AttentionParams,
-    rows: Iterable[int],
+    rows: npt.NDArray[np.int64] | None,
     result: Partial,
 ) -> None:
     """Attend by matrix products: every mask, softcap, bias and dtype.
 
     Args:
-        As for `attend_flash`, with nothing excepted but sinks.
+        As for `attend_flash`, with nothing excepted.
 
     Numerics:
         Everything in float32; float64 inputs in float64, rounded at the end.
     """
-    for row in _rows(q, k_pages, v_pages, batch, params, rows):
-        _store(batch, row.index, _matmul_row(row, params), result)
+    for index in range(batch.num_rows) if rows is None else rows.tolist():
+        row = _row(q, k_pages, v_pages, batch, params, index)
+        partial = None if row is None else _matmul_row(row, params)
+        _store(batch, params, index, partial, result)
 
 
-def _rows(
+def _row(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     batch: PagedBatch,
     params: AttentionParams,
-    rows: Iterable[int],
-) -> Iterable[_Row]:
-    """Yield the rows that have queries and positions which these might see."""
-    for index in rows:
-        first, last = int(batch.q_starts[index]), int(batch.q_starts[index + 1])
-        q_position, origin = int(batch.q_positions[index]), int(batch.chunk_origins[index])
-        positions = _positions(batch, params, index, last - first)
-        if first == last or not len(positions):
-            continue
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        k, v = (_gather(pages, batch, index, positions).to(dtype) for pages in (k_pages, v_pages))
-        yield _Row(index, q[first:last].to(dtype), k, v, positions, q_position, origin)
+    index: int,
+) -> _Row | None:
+    """Return a row, gathered; None: it has no queries, or no positions that these might see."""
+    first, last = int(batch.q_starts[index]), int(batch.q_starts[index + 1])
+    q_position, origin = int(batch.q_positions[index]), int(batch.chunk_origins[index])
+    positions = _positions(batch, params, index, last - first)
+    if first == last or not len(positions):
+        return None
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (_gather(pages, batch, index, positions).to(dtype) for pages in (k_pages, v_pages))
+    return _Row(index, q[first:last].to(dtype), k, v, positions, q_position, origin)
 
 
 def _positions(
@@ -159,18 +161,35 @@ def _gather(
     if stop - first == len(positions):
         first_page = first // page_size
         ids = batch.page_tables[index, first_page : cdiv(stop, page_size)]
-        whole = pages.transpose(0, 1).index_select(1, torch.from_numpy(ids.astype(np.int64)))
+        # By the first dimension: by another, torch would copy the whole arena first.
+        whole = pages.index_select(0, torch.from_numpy(ids.astype(np.int64)))
         begin = first - first_page * page_size
-        return whole.flatten(1, 2)[:, begin : begin + len(positions)]
+        return whole.transpose(0, 1).flatten(1, 2)[:, begin : begin + len(positions)]
     ids = batch.page_tables[index, positions // page_size].astype(np.int64)
     picked = pages[torch.from_numpy(ids), :, torch.from_numpy(positions % page_size)]
     return picked.transpose(0, 1)
 
 
-def _store(batch: PagedBatch, index: int, partial: Partial, result: Partial) -> None:
-    first, last = int(batch.q_starts[index]), int(batch.q_starts[index + 1])
-    result.out[first:last] = partial.out
-    result.lse[first:last] = partial.lse
+def _store(
+    batch: PagedBatch,
+    params: AttentionParams,
+    index: int,
+    partial: Partial | None,
+    result: Partial,
+) -> None:
+    """Write a row's partial (None: nothing seen), adding sinks and blanking padding."""
+    queries = slice(int(batch.q_starts[index]), int(batch.q_starts[index + 1]))
+    out, lse = result.out[queries], result.lse[queries]
+    if partial is None:
+        partial = Partial(torch.zeros_like(out), torch.full_like(lse, -torch.inf))
+    if params.sinks is not None:
+        partial = merge_sinks(partial, params.sinks)
+    out.copy_(partial.out)
+    lse.copy_(partial.lse)
+    if batch.query_padding is not None:
+        padding = torch.from_numpy(batch.query_padding[queries])
+        out[padding] = 0
+        lse[padding] = -torch.inf
 
 
 def _flash_row(row: _Row, params: AttentionParams) -> Partial | None:

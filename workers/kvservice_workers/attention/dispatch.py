@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvservice.core.errors import Unimplemented
-from kvservice_workers.attention import cpu
+from kvservice_workers.attention import cpu, native
 from kvservice_workers.attention.batch import AttentionParams, PagedBatch, Partial
-from kvservice_workers.attention.merge import merge_sinks
 from kvservice_workers.attention.validate import validate
+
+Rows = npt.NDArray[np.int64] | None
+"""Indices of rows; None: all of the batch."""
+
+NATIVE_MAX_QUERIES = 16
+"""Rows with more queries are bound by arithmetic, not by memory: torch's products are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +37,19 @@ class Kernel:
     """A way to attend.
 
     serves: Whether it can do the call.
-    run: Writes the partials of the given rows' queries into a result filled with (0, -inf).
+    run: Writes the partials of the given rows' queries into a result, each query's exactly once,
+        sinks and query padding included.
+    max_queries: Rows with more queries are left to the next kernel that serves. None: no limit.
     """
 
     name: str
     serves: Callable[[Call], bool]
-    run: Callable[[Call, Iterable[int], Partial], None]
+    run: Callable[[Call, Rows, Partial], None]
+    max_queries: int | None = None
+
+
+def _serves_native(call: Call) -> bool:
+    return native.serves(call.k_pages, call.v_pages, call.params)
 
 
 def _serves_flash(call: Call) -> bool:
@@ -48,19 +62,24 @@ def _serves_all(_call: Call) -> bool:
     return True
 
 
-def _run_flash(call: Call, rows: Iterable[int], result: Partial) -> None:
+def _run_native(call: Call, rows: Rows, result: Partial) -> None:
+    native.attend(call.q, call.k_pages, call.v_pages, call.batch, call.params, rows, result)
+
+
+def _run_flash(call: Call, rows: Rows, result: Partial) -> None:
     cpu.attend_flash(call.q, call.k_pages, call.v_pages, call.batch, call.params, rows, result)
 
 
-def _run_matmul(call: Call, rows: Iterable[int], result: Partial) -> None:
+def _run_matmul(call: Call, rows: Rows, result: Partial) -> None:
     cpu.attend_matmul(call.q, call.k_pages, call.v_pages, call.batch, call.params, rows, result)
 
 
 CPU_KERNELS: Sequence[Kernel] = (
+    Kernel("native", _serves_native, _run_native, NATIVE_MAX_QUERIES),
     Kernel("cpu_flash", _serves_flash, _run_flash),
     Kernel("cpu_matmul", _serves_all, _run_matmul),
 )
-"""The first that serves a call gets it."""
+"""A row goes to the first that serves the call and takes as many queries."""
 
 KERNELS: dict[str, Sequence[Kernel]] = {"cpu": CPU_KERNELS}
 """By device type."""
@@ -96,24 +115,16 @@ def attend(
     """
     validate(q, k_pages, v_pages, batch, params)
     call = Call(q, k_pages, v_pages, batch, params)
-    return run(_kernel(call), call)
+    result = _no_result(call)
+    for kernel, rows in _assign(call):
+        kernel.run(call, rows, result)
+    return result
 
 
 def run(kernel: Kernel, call: Call) -> Partial:
-    """Run one kernel on a whole call, and add what is common to all: sinks, query padding."""
-    q, batch = call.q, call.batch
-    shape = (q.shape[0], q.shape[1])
-    result = Partial(
-        torch.zeros(*shape, call.v_pages.shape[3], dtype=torch.float32, device=q.device),
-        torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device),
-    )
-    kernel.run(call, range(batch.num_rows), result)
-    if call.params.sinks is not None:
-        result = merge_sinks(result, call.params.sinks)
-    if batch.query_padding is not None:
-        padding = torch.from_numpy(batch.query_padding)
-        result.out[padding] = 0
-        result.lse[padding] = -torch.inf
+    """Run one kernel on all rows of a call that it serves, whatever the table prefers."""
+    result = _no_result(call)
+    kernel.run(call, None, result)
     return result
 
 
@@ -124,14 +135,46 @@ def kernel_name(
     batch: PagedBatch,
     params: AttentionParams,
 ) -> str:
-    """Return the name of the kernel that `attend` would choose; raises as it does."""
+    """Return the name of the kernel that `attend` would choose; raises as it does.
+
+    Where rows of one batch go to several kernels, their names are joined by a plus sign.
+    """
     validate(q, k_pages, v_pages, batch, params)
-    return _kernel(Call(q, k_pages, v_pages, batch, params)).name
+    call = Call(q, k_pages, v_pages, batch, params)
+    return "+".join(kernel.name for kernel, _ in _assign(call))
 
 
-def _kernel(call: Call) -> Kernel:
+def _no_result(call: Call) -> Partial:
+    """Return tensors of the right shapes, holding anything."""
+    num_queries, num_q_heads, _ = call.q.shape
+    out_shape = (num_queries, num_q_heads, call.v_pages.shape[3])
+    if call.q.is_cpu:  # half the time of torch.empty, which counts at a token a call
+        out, lse = np.empty(out_shape, np.float32), np.empty(out_shape[:2], np.float32)
+        return Partial(torch.from_numpy(out), torch.from_numpy(lse))
+    device = call.q.device
+    return Partial(
+        torch.empty(out_shape, dtype=torch.float32, device=device),
+        torch.empty(out_shape[:2], dtype=torch.float32, device=device),
+    )
+
+
+def _assign(call: Call) -> list[tuple[Kernel, Rows]]:
+    """Return who does which rows; together they are all rows of the batch."""
+    batch, rows = call.batch, None
+    assigned: list[tuple[Kernel, Rows]] = []
+    for kernel in KERNELS.get(call.q.device.type, ()):
+        if not kernel.serves(call):
+            continue
+        most = kernel.max_queries
+        if most is None or batch.num_queries <= most:
+            return [*assigned, (kernel, rows)]
+        if rows is None:
+            rows = np.arange(batch.num_rows)
+        is_small = batch.q_starts[rows + 1] - batch.q_starts[rows] <= most
+        if is_small.all():
+            return [*assigned, (kernel, rows)]
+        if is_small.any():
+            assigned.append((kernel, rows[is_small]))
+        rows = rows[~is_small]
     device = call.q.device.type
-    for kernel in KERNELS.get(device, ()):
-        if kernel.serves(call):
-            return kernel
     raise Unimplemented(f"no attention kernel for device {device}", device=device)

@@ -14,8 +14,8 @@ from kvservice.core.session import SessionInfo, check_session_id
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls, convert
 from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb, session_to_pb
+from kvservice_workers.data_plane.shortcut import asks_steadily, steady_result
 from kvservice_workers.worker import PageWorker
-
 
 Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
 """Returns where the lane is, and a token that lets the caller in, once."""
@@ -172,6 +172,19 @@ class WorkerService:
     def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
         if call.incarnation != self._incarnation:
             self._check_incarnation(call.incarnation)
+        if not call.HasField("header"):
+            steady = self._worker.find_steady(caller.tenant, call.session_id, call.layer)
+            if steady is not None and asks_steadily(call, steady):
+                out = self._worker.attend_steadily(
+                    caller.tenant,
+                    call.session_id,
+                    steady,
+                    call.layer,
+                    (call.q.data, call.k.data, call.v.data),
+                    call.scale,
+                )
+                if out is not None:
+                    return steady_result(call, steady, out)
         result = self._worker.attend(caller.tenant, calls.attend_call_from_pb(call))
         return calls.attend_result_to_pb(result, call.call_id)
 
