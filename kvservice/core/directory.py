@@ -6,7 +6,7 @@ whoever acts on it asks the workers.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -61,7 +61,6 @@ class _Worker:
     cut_off: bool = False
     dead: bool = False
     sessions: dict[SessionKey, float] = field(default_factory=dict)  # key -> ttl_s
-    disowned: Counter[SessionKey] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -128,17 +127,11 @@ class Directory:
         if worker is None or worker.record.incarnation != record.incarnation or worker.dead:
             raise _stale(record)
         worker.record, worker.heard_at, worker.cut_off = record, now, False
-        held_now = dict(changed)
-        for key, ttl_s in held_now.items():
-            # A report may have been on its way while the manager took its session back.
-            if key in worker.sessions or not worker.disowned[key]:
-                self.note(key, record.worker_id, ttl_s)
         for key in ended:
-            if worker.disowned[key]:
-                worker.disowned[key] -= 1
-            elif key not in held_now:
-                self.end(key, record.worker_id, now)
-        worker.disowned = +worker.disowned
+            self.end(key, record.worker_id)
+        # After those that have ended: one that is in both has ended and begun again.
+        for key, ttl_s in changed:
+            self.note(key, record.worker_id, ttl_s)
         for key in self._forget_at.expired(now):
             self._forget_loss(key)
 
@@ -169,31 +162,15 @@ class Directory:
             worker.sessions[key] = ttl_s
             self._holders.setdefault(key, {})[worker_id] = None
 
-    def end(self, key: SessionKey, worker_id: str, now: float) -> None:
-        """Note that a worker's part of a session was released or has expired.
+    def end(self, key: SessionKey, worker_id: str) -> None:
+        """Note that a worker does not hold a session any more: it was released, or has expired.
 
-        If others go on holding theirs, what this one held is missing; with the last one, the
-        session itself has ended.
+        With its last part the session has ended, whatever of it was lost before.
         """
-        worker = self._workers.get(worker_id)
-        if worker is None or key not in worker.sessions:
-            return
-        ttl_s = worker.sessions[key]
-        self._forget(key, worker_id)
-        if key in self._holders:
-            self._lose(key, ttl_s, now)
-        else:
-            self.settle(key)
-
-    def disown(self, key: SessionKey, worker_id: str) -> None:
-        """Note that the manager has taken back what it had just opened on a worker.
-
-        The worker will report it once as ended, which then means nothing.
-        """
-        worker = self._workers.get(worker_id)
-        if worker is not None:
+        if worker_id in self._holders.get(key, ()):
             self._forget(key, worker_id)
-            worker.disowned[key] += 1
+            if key not in self._holders:
+                self.settle(key)
 
     def holders(self, key: SessionKey) -> list[str]:
         """Return the workers that hold a session, in the order in which they came to it."""

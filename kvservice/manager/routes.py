@@ -143,7 +143,7 @@ class Routes:
 
     def end(self, key: SessionKey, worker_id: str) -> None:
         with self._lock:
-            self._directory.end(key, worker_id, self._clock.monotonic())
+            self._directory.end(key, worker_id)
 
     def settle(self, keys: Iterable[SessionKey]) -> None:
         with self._lock:
@@ -271,11 +271,10 @@ class Routes:
     def undo(self, session_id: str, parts: Sequence[Part], caller: Caller) -> None:
         """Free what was opened on the way to a failure. What cannot be reached will expire."""
         for part in parts:
-            with self._lock:
-                self._directory.disown((caller.tenant, session_id), part.worker_id)
             with suppress(KVServiceError):
                 request = types_pb2.ReleaseRequest(session_ids=[session_id])
                 self.ask(part.worker_id, "Release", request, caller)
+            self.end((caller.tenant, session_id), part.worker_id)
 
     def is_incomplete(self, key: SessionKey, parts: Sequence[Part]) -> bool:
         """Whether a worker that held a part is gone, and the client has not dealt with it yet."""

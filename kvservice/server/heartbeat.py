@@ -39,9 +39,6 @@ class HeartbeatSource:
         """Yield what has changed since the last time: at least one message, to be sent in order."""
         self._cursor, changed, ended = self._worker.changes_since(self._cursor)
         worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
-        # One that has ended and begun again is in the message that says both.
-        gone = set(ended)
-        changed.sort(key=lambda item: (item[0], item[1].session_id) not in gone)
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
         ends = [_ended(tenant, session_id) for tenant, session_id in ended]
         yield manager_pb2.HeartbeatRequest(
