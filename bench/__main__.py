@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
-from bench import decode
-
-MEASUREMENTS = {"decode": decode.main}
+NAMES = ("kernel", "hop", "step", "rows", "load")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *MEASUREMENTS], help="default: all")
-    parser.add_argument("--steps", type=int, default=50, help="pairs in each measurement")
-    arguments = parser.parse_args()
-    for name in arguments.names or MEASUREMENTS:
-        MEASUREMENTS[name](arguments.steps)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    names = parser.parse_args().names or NAMES
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"no such measurement: {', '.join(sorted(unknown))}")
+    # Each in a process of its own: none finds the threads and the memory of another.
+    sys.exit(max(subprocess.call([sys.executable, "-m", f"bench.{name}"]) for name in names))
