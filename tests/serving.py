@@ -21,6 +21,7 @@ from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls, convert, status
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice.wire.tensors import from_numpy, to_numpy
+from tests.oracles import causal_visible, dense_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 GEOMETRY = LayerGeometry(KV_HEADS, DIM, DIM, DType.FLOAT32)
@@ -145,16 +146,10 @@ def attention(num_tokens: int, *, seed: int = 0) -> np.ndarray:
     call = calls.attend_call_from_pb(attend_call(new_id(), 0, num_tokens, step=1, seed=seed))
     assert call.k is not None
     assert call.v is not None
-    q = to_numpy(call.q).astype(np.float64)
-    k, v = (
-        np.repeat(to_numpy(x).astype(np.float64), HEADS // KV_HEADS, axis=1)
-        for x in (call.k, call.v)
-    )
-    scores = np.einsum("qhd,khd->hqk", q, k) * call.scale
-    scores[:, np.triu(np.ones((num_tokens, num_tokens), bool), 1)] = -np.inf
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, v)
+    q, k, v = (to_numpy(x).astype(np.float64) for x in (call.q, call.k, call.v))
+    positions = np.arange(num_tokens)
+    visible = np.broadcast_to(causal_visible(positions, positions), (HEADS, num_tokens, num_tokens))
+    return dense_attention(q, k, v, visible, scale=call.scale)[0]
 
 
 def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:

@@ -1,0 +1,83 @@
+"""Settings: what can be is taken as it is, what cannot is refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvservice.config import (
+    ConfigError,
+    ManagerSettings,
+    ServerLimits,
+    WorkerSettings,
+    format_size,
+    parse_size,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("2GiB", 2 << 30),
+        (" 512 MiB ", 512 << 20),
+        ("1.5KiB", 1536),
+        ("3TB", 3 * 10**12),
+        ("10kB", 10_000),
+        ("7B", 7),
+    ],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    """Bytes, or a number with a unit; binary and decimal units mean what they say."""
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1 GB GB", "2gib", "1e9", "0", "0.2B", "inf", "2G"]
+)
+def test_other_texts_are_no_sizes(text: str) -> None:
+    """The message names what was given, and says how to write it."""
+    with pytest.raises(ConfigError) as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(size=st.integers(1, 1 << 50))
+def test_written_sizes_are_read_again(size: int) -> None:
+    """As exactly as four digits are."""
+    assert abs(parse_size(format_size(size)) - size) <= size * 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ManagerSettings(port=70_000), "port .*70000"),
+        (lambda: ManagerSettings(metrics_port=-1), "metrics_port .*-1"),
+        (lambda: ManagerSettings(host=""), "host"),
+        (lambda: ManagerSettings(host="0.0.0.0"), "advertise_host"),
+        (lambda: ManagerSettings(workers_expected=-1), "workers_expected"),
+        (lambda: WorkerSettings("", 1 << 20), "worker_id"),
+        (lambda: WorkerSettings("a b", 1 << 20), "worker_id .*'a b'"),
+        (lambda: WorkerSettings("w", 5), "budget_bytes .*5"),
+        (lambda: WorkerSettings("w", 1 << 20, max_sessions=0), "max_sessions"),
+        (lambda: WorkerSettings("w", 1 << 20, host="::"), "advertise_host"),
+        (lambda: ServerLimits(max_streams=0), "max_streams .*0"),
+        (lambda: ServerLimits(max_frame_bytes=10, fragment_bytes=11), "fragment_bytes"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(make: Callable[[], object], text: str) -> None:
+    """By name, rule and value, before anything is started."""
+    with pytest.raises(ConfigError, match=text) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_can_be() -> None:
+    """What nobody has set is good as it stands; all addresses may be listened on, if told apart."""
+    assert ManagerSettings().limits == ServerLimits()
+    assert WorkerSettings("w0", 1 << 20, host="0.0.0.0", advertise_host="10.0.0.1").port == 0

@@ -1,0 +1,218 @@
+"""What is exported: exactly these names, types and labels, with every known series at 0."""
+
+from __future__ import annotations
+
+import urllib.request
+import pytest
+
+from kvservice.clock import ManualClock
+from kvservice.config import ConfigError
+from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
+from kvservice.core.session import PoolStats, WorkerStats
+from kvservice.metrics import (
+    FAILURE_REASONS,
+    FREE_REASONS,
+    ManagerMetrics,
+    Metrics,
+    MetricsEndpoint,
+    WorkerMetrics,
+)
+from kvservice_workers import worker as worker_module
+
+RPC = {
+    "grpc_server_started_total": "counter",
+    "grpc_server_handled_total": "counter",
+    "grpc_server_msg_received_total": "counter",
+    "grpc_server_msg_sent_total": "counter",
+    "grpc_server_handling_seconds": "histogram",
+}
+WORKER = {
+    "kvservice_build_info": "gauge",
+    "kvservice_worker_info": "gauge",
+    "kvservice_pages": "gauge",
+    "kvservice_page_size_bytes": "gauge",
+    "kvservice_page_tokens": "gauge",
+    "kvservice_budget_bytes": "gauge",
+    "kvservice_used_bytes": "gauge",
+    "kvservice_arena_bytes": "gauge",
+    "kvservice_tokens": "gauge",
+    "kvservice_sessions": "gauge",
+    "kvservice_page_allocations_total": "counter",
+    "kvservice_page_frees_total": "counter",
+    "kvservice_allocation_failures_total": "counter",
+    "kvservice_appended_tokens_total": "counter",
+    "kvservice_popped_tokens_total": "counter",
+    "kvservice_appended_bytes_total": "counter",
+    "kvservice_read_bytes_total": "counter",
+    "kvservice_lease_expirations_total": "counter",
+    "kvservice_attention_duration_seconds": "histogram",
+    "kvservice_attention_batch_size": "histogram",
+}
+MANAGER = {
+    "kvservice_build_info": "gauge",
+    "kvservice_workers": "gauge",
+    "kvservice_workers_expected": "gauge",
+    "kvservice_worker_heartbeat_timestamp_seconds": "gauge",
+}
+POOLS = (PoolStats(0, 16, 4096, 3, 2, 1, 40), PoolStats(1, 8, 64, 0, 0, 5, 0))
+STATS = WorkerStats(
+    *("w0", "life-1", "host:1", "cpu", 10_000, 9_000, 8_000, 7, POOLS, 6),
+    *({"pop": 5}, {"out_of_pages": 4}, 3, 2, 1, 11, 12),
+)
+
+
+def exposed(metrics: Metrics) -> list[str]:
+    endpoint = MetricsEndpoint(metrics.registry, "127.0.0.1", 0)
+    try:
+        url = f"http://127.0.0.1:{endpoint.port}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return list(answer.read().decode().splitlines())
+    finally:
+        endpoint.close()
+
+
+def types(lines: list[str]) -> dict[str, str]:
+    words = (line.split() for line in lines if line.startswith("# TYPE"))
+    return {name: kind for _, _, name, kind in words}
+
+
+def samples(lines: list[str]) -> dict[str, float]:
+    parts = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in parts}
+
+
+def ours(kinds: dict[str, str]) -> dict[str, str]:
+    return {name: kind for name, kind in kinds.items() if name.startswith(("kvservice", "grpc"))}
+
+
+@pytest.fixture
+def worker() -> WorkerMetrics:
+    """Return the metrics of a worker with the stats above."""
+    metrics = WorkerMetrics("w0", "cpu")
+    metrics.method("unary", "a.Service", "Do")
+    metrics.watch(lambda: STATS)
+    return metrics
+
+
+def manager_metrics() -> ManagerMetrics:
+    clock = ManualClock(5000.0)
+    record = WorkerRecord("w0", "life-1", "host:1", "cpu", 100, 50)
+    views = [WorkerView(record, WorkerState.ALIVE, 3, heard_at=4990.0)]
+    metrics = ManagerMetrics()
+    metrics.method("unary", "a.Service", "Do")
+    metrics.watch(lambda: views, 2, clock)
+    return metrics
+
+
+def test_worker_exports_these_names(worker: WorkerMetrics) -> None:
+    """No more, no fewer, each of its type: dashboards and alerts rely on them."""
+    lines = exposed(worker)
+    assert ours(types(lines)) == {**WORKER, **RPC}
+    assert "process_resident_memory_bytes" in types(lines)
+    assert not any("_created" in line for line in lines)
+
+
+def test_manager_exports_these_names() -> None:
+    """As the worker."""
+    lines = exposed(manager_metrics())
+    assert ours(types(lines)) == {**MANAGER, **RPC}
+    found = samples(lines)
+    assert found['kvservice_workers{state="alive"}'] == 1
+    for state in ("suspect", "dead", "draining"):
+        assert found[f'kvservice_workers{{state="{state}"}}'] == 0
+    assert found["kvservice_workers_expected"] == 2
+    assert found['kvservice_worker_heartbeat_timestamp_seconds{worker="w0"}'] == 4990.0
+
+
+def test_worker_metrics_are_the_snapshot(worker: WorkerMetrics) -> None:
+    """Every number of the stats is exported, under its labels."""
+    found = samples(exposed(worker))
+    assert found['kvservice_worker_info{device="cpu",incarnation="life-1",worker="w0"}'] == 1
+    for pool in POOLS:
+        labels = f'pool="{pool.pool}"'
+        states = {"used": pool.used_pages, "reserved": pool.reserved_pages, "free": pool.free_pages}
+        for state, number in states.items():
+            assert found[f'kvservice_pages{{{labels},state="{state}",worker="w0"}}'] == number
+        assert found[f'kvservice_page_size_bytes{{{labels},worker="w0"}}'] == pool.page_bytes
+        assert found[f'kvservice_page_tokens{{{labels},worker="w0"}}'] == pool.page_size
+        assert found[f'kvservice_tokens{{{labels},worker="w0"}}'] == pool.num_tokens
+    assert found['kvservice_arena_bytes{device="cpu",worker="w0"}'] == 9_000
+    assert found['kvservice_sessions{state="active",worker="w0"}'] == 7
+    assert found['kvservice_sessions{state="draining",worker="w0"}'] == 0
+    for name, number in (
+        ("budget_bytes", 10_000),
+        ("used_bytes", 8_000),
+        ("page_allocations_total", 6),
+        ("appended_tokens_total", 3),
+        ("popped_tokens_total", 2),
+        ("appended_bytes_total", 1),
+        ("read_bytes_total", 11),
+        ("lease_expirations_total", 12),
+    ):
+        assert found[f'kvservice_{name}{{worker="w0"}}'] == number
+
+
+def test_known_series_are_there_from_the_start(worker: WorkerMetrics) -> None:
+    """A rate of a series that first appears with its first failure would miss that one."""
+    found = samples(exposed(worker))
+    for reason in FREE_REASONS:
+        key = f'kvservice_page_frees_total{{reason="{reason}",worker="w0"}}'
+        assert found[key] == (5 if reason == "pop" else 0)
+    for reason in FAILURE_REASONS:
+        key = f'kvservice_allocation_failures_total{{reason="{reason}",worker="w0"}}'
+        assert found[key] == (4 if reason == "out_of_pages" else 0)
+    assert found['kvservice_attention_batch_size_count{worker="w0"}'] == 0
+    labels = 'grpc_method="Do",grpc_service="a.Service",grpc_type="unary"'
+    assert found[f"grpc_server_started_total{{{labels}}}"] == 0
+    assert found[f'grpc_server_handled_total{{grpc_code="OK",{labels}}}'] == 0
+
+
+def test_reasons_are_the_workers_own() -> None:
+    """The lists of reasons here and at the worker are the same."""
+    assert worker_reasons() == (FREE_REASONS, FAILURE_REASONS)
+
+
+def worker_reasons() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    config = worker_module.WorkerConfig("w", "i", 1 << 20)
+    with_nothing = worker_module.PageWorker(config, clock=ManualClock()).stats()
+    return tuple(with_nothing.page_frees), tuple(with_nothing.allocation_failures)
+
+
+def test_calls_and_durations_are_counted(worker: WorkerMetrics) -> None:
+    """Recorders move their own series."""
+    method = worker.method("unary", "a.Service", "Do")
+    method.started()
+    method.received()
+    method.handled("NOT_FOUND", 0.02)
+    worker.attention(0.004, 3)
+    found = samples(exposed(worker))
+    labels = 'grpc_method="Do",grpc_service="a.Service",grpc_type="unary"'
+    assert found[f'grpc_server_handled_total{{grpc_code="NOT_FOUND",{labels}}}'] == 1
+    assert found[f"grpc_server_msg_received_total{{{labels}}}"] == 1
+    assert found[f"grpc_server_msg_sent_total{{{labels}}}"] == 0
+    assert found[f"grpc_server_handling_seconds_sum{{{labels}}}"] == 0.02
+    assert found['kvservice_attention_duration_seconds_sum{device="cpu",worker="w0"}'] == 0.004
+    assert found['kvservice_attention_batch_size_sum{worker="w0"}'] == 3
+
+
+def test_draining_worker_has_draining_sessions() -> None:
+    """The state is the worker's: all of its sessions are leaving, or none."""
+    metrics = WorkerMetrics("w0", "cpu")
+    metrics.watch(lambda: WorkerStats(*[*fields(STATS)[:-1], True]))
+    found = samples(exposed(metrics))
+    assert found['kvservice_sessions{state="active",worker="w0"}'] == 0
+    assert found['kvservice_sessions{state="draining",worker="w0"}'] == 7
+
+
+def fields(stats: WorkerStats) -> list[object]:
+    return [getattr(stats, name) for name in stats.__slots__]
+
+
+def test_port_in_use_is_a_clear_error() -> None:
+    """The metrics endpoint says which address it could not have."""
+    endpoint = MetricsEndpoint(Metrics().registry, "127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{endpoint.port}"):
+            MetricsEndpoint(Metrics().registry, "127.0.0.1", endpoint.port)
+    finally:
+        endpoint.close()
