@@ -182,6 +182,13 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--lane-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="of a worker's fast pipe beside gRPC (default: any free one)",
+    )
+    parser.add_argument(
         "--memory",
         type=_bytes,
         default=2 << 30,

@@ -31,6 +31,7 @@ def up(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         worker_port=arguments.worker_port,
+        lane_port=arguments.lane_port,
         metrics_port=arguments.metrics_port,
         worker_metrics_port=arguments.worker_metrics_port,
     )
@@ -95,15 +96,16 @@ def worker(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         advertise_host=arguments.advertise_host,
+        lane_port=arguments.lane_port,
         metrics_port=arguments.metrics_port,
         device=arguments.device,
         manager_address=arguments.manager,
     )
-    for port, option in ((arguments.port, "--port"), (arguments.metrics_port, "--metrics-port")):
-        if port:
-            check_port_free(arguments.host, port, option)
+    for name in ("port", "lane_port", "metrics_port"):
+        if port := getattr(arguments, name):
+            check_port_free(arguments.host, port, f"--{name.replace('_', '-')}")
     try:
-        from kvservice.runtime import WorkerServer
+        from kvservice.runtime.worker import WorkerServer
     except ImportError as error:
         raise NotFound(
             f"a worker needs the package {error.name}: pip install 'kvservice[server]'"

@@ -10,6 +10,7 @@ the last one has the key `result` or `error`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -208,7 +209,9 @@ def _kill_service(manager: Any) -> list[str]:
 
 
 def _kill(handles: dict[str, Any]) -> list[str]:
-    """Kill actors and wait until Ray has forgotten their names; return these."""
+    """Stop and kill actors, wait until Ray has forgotten their names, and return these."""
+    with contextlib.suppress(GetTimeoutError, RayError):
+        ray.get([handle.stop.remote() for handle in handles.values()], timeout=_PATIENCE_S)
     for handle in handles.values():
         ray.kill(handle, no_restart=True)
     wait_until(

@@ -72,6 +72,7 @@ def plan_head(
     own = {
         TAG_VARIABLE: tag,
         "HOME": str(home),
+        "TMPDIR": str(scratch),  # so that what a killed worker leaves is removed with it
         "PYTHONUSERBASE": site.getuserbase(),  # else it would follow HOME
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),

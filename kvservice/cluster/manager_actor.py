@@ -14,6 +14,7 @@ from kvservice.cluster.state import ServiceOptions
 from kvservice.cluster.worker_actor import WorkerActor, WorkerPlan
 from kvservice.config import ManagerSettings
 from kvservice.core.directory import WorkerState
+from kvservice.runtime.manager import ManagerServer
 
 NAMESPACE: Final = "kvservice"
 MANAGER_NAME: Final = "kv-manager"
@@ -33,9 +34,6 @@ class ManagerActor:
             needs: Of each worker.
             is_local: All workers are on this machine, so that their ports must differ.
         """
-        # Not above: the one who starts the actor need not load what serves.
-        from kvservice.runtime import ManagerServer
-
         logging.basicConfig(level=logging.INFO)
         self._options = options
         host, advertise_host = where(options.host)
@@ -63,6 +61,10 @@ class ManagerActor:
             "options": asdict(self._options),
         }
 
+    def stop(self) -> None:
+        """Let calls in progress end, and serve no more."""
+        self._server.stop()
+
     def num_alive_workers(self) -> int:
         """Return how many workers have registered and are alive."""
         views = self._server.manager.workers()
@@ -85,6 +87,7 @@ def worker_plans(
             device=options.device,
             host=options.host,
             port=port(options.worker_port, index),
+            lane_port=port(options.lane_port, index),
             metrics_port=port(options.worker_metrics_port, index),
             manager_address=manager_address,
         )

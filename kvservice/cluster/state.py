@@ -53,6 +53,7 @@ class ServiceOptions:
     host: str | None = None
     port: int = 50051
     worker_port: int = 0
+    lane_port: int = 0
     metrics_port: int = 0
     worker_metrics_port: int = 0
 
@@ -65,7 +66,7 @@ class ServiceOptions:
             )
         if self.device not in ("cpu", "cuda"):
             raise InvalidRequest(f'device must be "cpu" or "cuda", got "{self.device}"')
-        for name in ("port", "worker_port", "metrics_port", "worker_metrics_port"):
+        for name in ("port", "worker_port", "lane_port", "metrics_port", "worker_metrics_port"):
             value: int = getattr(self, name)
             if not 0 <= value <= 65535:
                 raise InvalidRequest(f"{name} must be between 0 and 65535, got {value}")

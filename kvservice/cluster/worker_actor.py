@@ -21,6 +21,7 @@ class WorkerPlan:
     device: str
     host: str | None
     port: int
+    lane_port: int
     metrics_port: int
     manager_address: str
 
@@ -29,8 +30,8 @@ class WorkerActor:
     """Serves from its construction on. A restart is a new incarnation, with nothing in it."""
 
     def __init__(self, plan: WorkerPlan) -> None:
-        # Not above: those who only start the actor need not load torch for that.
-        from kvservice.runtime import WorkerServer
+        # Not above: those who only start the actor, the manager too, do without torch.
+        from kvservice.runtime.worker import WorkerServer
 
         logging.basicConfig(level=logging.INFO)
         host, advertise_host = where(plan.host)
@@ -41,6 +42,7 @@ class WorkerActor:
                 device=plan.device,
                 host=host,
                 port=plan.port,
+                lane_port=plan.lane_port,
                 advertise_host=advertise_host,
                 metrics_port=plan.metrics_port,
                 manager_address=plan.manager_address,
@@ -51,3 +53,7 @@ class WorkerActor:
     def describe(self) -> dict[str, object]:
         """Return where it serves. Answers as soon as it does."""
         return {"address": self._server.address, "incarnation": self._server.incarnation}
+
+    def stop(self) -> None:
+        """Let calls in progress end, serve no more, and remove what was made for that."""
+        self._server.stop()

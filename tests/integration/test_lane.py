@@ -14,7 +14,7 @@ from kvservice.config import ServerLimits, WorkerSettings
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import OutOfOrder, Overloaded, PagesLost
 from kvservice.core.recorder import NullRpcRecorder
-from kvservice.runtime import WorkerServer
+from kvservice.runtime.worker import WorkerServer
 from kvservice.server.lane import MAX_TOKENS, TOKEN_LIFE_S, LaneServer
 from kvservice.v1 import worker_pb2
 from kvservice.wire.lane import LanePipe

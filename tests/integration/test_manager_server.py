@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvservice.clock import ManualClock
 from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
 from kvservice.core import errors
-from kvservice.runtime import ManagerServer, WorkerServer
+from kvservice.runtime.manager import ManagerServer
+from kvservice.runtime.worker import WorkerServer
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import MANAGER

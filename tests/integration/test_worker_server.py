@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kvservice.clock import ManualClock
 from kvservice.config import ConfigError, ServerLimits, WorkerSettings
 from kvservice.core import errors
-from kvservice.runtime import WorkerServer
+from kvservice.runtime.worker import WorkerServer
 from kvservice.server.app import GrpcServer, serve
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls, status

@@ -1,7 +1,4 @@
-"""A manager or a worker as a process serves it: everything assembled, to start and to stop.
-
-For the command line, for Ray actors, and for tests.
-"""
+"""A worker as a process serves it."""
 
 from __future__ import annotations
 
@@ -9,90 +6,25 @@ import logging
 import threading
 import uuid
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from kvservice.clock import Clock, SystemClock
-from kvservice.config import ConfigError, ManagerSettings, ServerLimits, WorkerSettings
-from kvservice.manager import PageManager
-from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
-from kvservice.server.app import GrpcServer
+from kvservice.config import ConfigError, WorkerSettings
+from kvservice.metrics import WorkerMetrics
+from kvservice.runtime.process import ProcessServer
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.lane import LaneServer
-from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
-from kvservice.wire.names import MANAGER, WORKER
+from kvservice.server.worker_stub import HeartbeatLoop
+from kvservice.wire.names import WORKER
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
 
 LOG = logging.getLogger(__name__)
 
 EXPIRY_S: Final = 0.5
-GRACE_S: Final = 5.0
 
 
-class _Server:
-    """What manager and worker have in common. `start` once, `stop` once; or `with`."""
-
-    address: str
-    metrics_address: str | None
-
-    def __init__(self, limits: ServerLimits, clock: Clock) -> None:
-        self._limits = limits
-        self._clock = clock
-        self._grace_s = GRACE_S
-        self._running = ExitStack()
-
-    def start(self) -> None:
-        """Serve. If that fails, nothing is left running.
-
-        Raises:
-            ConfigError: A port is taken, or a setting cannot be.
-        """
-        with ExitStack() as running:
-            self._start(running)
-            self._running = running.pop_all()
-
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """Refuse new calls, let those in progress end within `grace_s`, and free everything."""
-        self._grace_s = grace_s
-        self._running.close()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def _start(self, running: ExitStack) -> None:
-        raise NotImplementedError
-
-    def _listen(
-        self, running: ExitStack, host: str, port: int, advertised: str | None
-    ) -> GrpcServer:
-        """Bind, so that the address is known before anybody is told of it."""
-        server = GrpcServer(self._limits, clock=self._clock)
-        running.callback(lambda: server.stop(self._grace_s))
-        bound = server.listen(host, port)
-        self.address = _join(advertised or host, bound)
-        return server
-
-    def _serve_metrics(
-        self, running: ExitStack, metrics: Metrics, settings: ManagerSettings | WorkerSettings
-    ) -> None:
-        self.metrics_address = None
-        if settings.metrics_port is not None:
-            endpoint = MetricsEndpoint(metrics.registry, settings.host, settings.metrics_port)
-            running.callback(endpoint.close)
-            self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)
-
-
-class WorkerServer(_Server):
+class WorkerServer(ProcessServer):
     """A page worker behind gRPC, with its leases, metrics, and heartbeats to a manager if any.
 
     `worker`, `address` and `metrics_address` are there once it has been started.
@@ -165,37 +97,6 @@ class WorkerServer(_Server):
             raise ConfigError(f"device {settings.device!r} cannot be used: {first_line}") from error
 
 
-class ManagerServer(_Server):
-    """The manager behind gRPC, with its metrics.
-
-    `manager`, `address` and `metrics_address` are there once it has been started.
-    """
-
-    manager: PageManager
-
-    def __init__(self, settings: ManagerSettings, *, clock: Clock | None = None) -> None:
-        super().__init__(settings.limits, clock if clock is not None else SystemClock())
-        self.settings = settings
-        self.incarnation = uuid.uuid4().hex
-
-    def _start(self, running: ExitStack) -> None:
-        settings = self.settings
-        metrics = ManagerMetrics()
-        server = self._listen(running, settings.host, settings.port, settings.advertise_host)
-        self.manager = PageManager(
-            GrpcWorkerHandle,
-            clock=self._clock,
-            incarnation=self.incarnation,
-            workers_expected=settings.workers_expected,
-        )
-        running.callback(self.manager.close)
-        metrics.watch(self.manager.workers, settings.workers_expected, self._clock)
-        self._serve_metrics(running, metrics, settings)
-        server.start(self.manager, MANAGER, recorder=metrics)
-        running.callback(lambda: server.stop(self._grace_s))
-        LOG.info("manager serves at %s", self.address)
-
-
 class _Expiry:
     """Frees sessions whose lease is over."""
 
@@ -226,7 +127,3 @@ class _Expiry:
         if deadline is None:
             return EXPIRY_S
         return min(max(deadline - self._clock.monotonic(), 0.01), EXPIRY_S)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,80 @@
+"""What manager and worker have in common."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, Self
+
+from kvservice.clock import Clock
+from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
+from kvservice.metrics import Metrics, MetricsEndpoint
+from kvservice.server.app import GrpcServer
+
+GRACE_S: Final = 5.0
+
+
+class ProcessServer:
+    """Serves from `start` to `stop`: `start` once, `stop` once; or `with`."""
+
+    address: str
+    metrics_address: str | None
+
+    def __init__(self, limits: ServerLimits, clock: Clock) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._grace_s = GRACE_S
+        self._running = ExitStack()
+
+    def start(self) -> None:
+        """Serve. If that fails, nothing is left running.
+
+        Raises:
+            ConfigError: A port is taken, or a setting cannot be.
+        """
+        with ExitStack() as running:
+            self._start(running)
+            self._running = running.pop_all()
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Refuse new calls, let those in progress end within `grace_s`, and free everything."""
+        self._grace_s = grace_s
+        self._running.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _start(self, running: ExitStack) -> None:
+        raise NotImplementedError
+
+    def _listen(
+        self, running: ExitStack, host: str, port: int, advertised: str | None
+    ) -> GrpcServer:
+        """Bind, so that the address is known before anybody is told of it."""
+        server = GrpcServer(self._limits, clock=self._clock)
+        running.callback(lambda: server.stop(self._grace_s))
+        bound = server.listen(host, port)
+        self.address = _join(advertised or host, bound)
+        return server
+
+    def _serve_metrics(
+        self, running: ExitStack, metrics: Metrics, settings: ManagerSettings | WorkerSettings
+    ) -> None:
+        self.metrics_address = None
+        if settings.metrics_port is not None:
+            endpoint = MetricsEndpoint(metrics.registry, settings.host, settings.metrics_port)
+            running.callback(endpoint.close)
+            self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
