@@ -23,6 +23,7 @@ def converse(
     log_path: Path,
     clock: Clock,
     timeout_s: float,
+    margin_s: float,
     heard: Callable[[dict[str, Any]], None],
     check: Callable[[], None],
 ) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def converse(
         environment: Of the driver.
         log_path: What Ray prints goes there.
         clock: What tells the time.
-        timeout_s: After this the driver is ended.
+        timeout_s: Until the driver must have reached Ray. Ray itself may wait for ever.
+        margin_s: What it gets beyond, once it has: to end what it has started. Then it is ended.
         heard: Is given each event before the result.
         check: Is called every now and then, to raise if waiting has become pointless.
 
@@ -47,7 +49,7 @@ def converse(
             check()
             if clock.monotonic() >= deadline:
                 raise Unavailable(
-                    f"Ray at {request['ray_address']} has not answered within {timeout_s:.0f} s"
+                    f"Ray at {request['ray_address']} has not answered within {timeout_s:g} s"
                 )
             try:
                 line = lines.get(timeout=0.1)
@@ -60,6 +62,8 @@ def converse(
             event = json.loads(line)
             if "error" in event:
                 raise _error(event["error"])
+            if "connected" in event:
+                deadline += margin_s
             if "result" in event:
                 result: dict[str, Any] = event["result"]
                 return result

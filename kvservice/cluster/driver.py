@@ -54,7 +54,7 @@ def start(request: dict[str, Any], tell: Tell, clock: Clock) -> dict[str, object
     """
     options = ServiceOptions(**request["options"])
     deadline = clock.monotonic() + request["timeout_s"]
-    _connect(request, deadline, clock)
+    _connect(request, tell, deadline, clock)
     existing = _find_actor(MANAGER_NAME)
     if existing is not None:
         return _already_running(existing, options)
@@ -86,7 +86,7 @@ def stop(request: dict[str, Any], tell: Tell, clock: Clock) -> dict[str, object]
 
     An actor that has the name but another id is somebody else's.
     """
-    _connect(request, clock.monotonic() + request["timeout_s"], clock)
+    _connect(request, tell, clock.monotonic() + request["timeout_s"], clock)
     killed: list[str] = []
     recorded = [Actor(**actor) for actor in request["actors"]]
     # The manager first, for it starts the others.
@@ -102,7 +102,7 @@ def stop(request: dict[str, Any], tell: Tell, clock: Clock) -> dict[str, object]
     return {"killed": killed}
 
 
-def _connect(request: dict[str, Any], deadline: float, clock: Clock) -> None:
+def _connect(request: dict[str, Any], tell: Tell, deadline: float, clock: Clock) -> None:
     """Connect to the cluster; one that is just being started may take a while to answer."""
     extra = {"_node_ip_address": request["node_address"]} if request["node_address"] else {}
     while True:
@@ -114,6 +114,7 @@ def _connect(request: dict[str, Any], deadline: float, clock: Clock) -> None:
                 logging_level="ERROR",
                 **extra,
             )
+            tell(connected=True)
             return
         except (ConnectionError, RayError, RuntimeError, ValueError, TimeoutError) as error:
             if clock.monotonic() >= deadline or not request["is_local"]:

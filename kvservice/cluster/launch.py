@@ -27,7 +27,7 @@ LOCAL: Final = "local"
 _GRACE_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 30.0
 _LOOPBACK: Final = "127.0.0.1"
-_MARGIN_S: Final = 15.0  # that the driver gets beyond its own deadline before it is ended
+_MARGIN_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Launcher:
                     f"see {self._store.log_path}"
                 )
 
-        result = self._ask(request, environment, timeout_s + _MARGIN_S, heard, check)
+        result = self._ask(request, environment, timeout_s, heard, check)
         state = replace(
             state,
             manager_address=result["manager_address"],
@@ -294,7 +294,7 @@ class Launcher:
             "timeout_s": _STOP_TIMEOUT_S,
             **_where(state),
         }
-        result = self._ask(request, self._environment, _STOP_TIMEOUT_S + _MARGIN_S)
+        result = self._ask(request, self._environment, _STOP_TIMEOUT_S)
         return tuple(result["killed"])
 
     def _ask(
@@ -311,6 +311,7 @@ class Launcher:
             log_path=self._store.directory / "driver.log",
             clock=self._clock,
             timeout_s=timeout_s,
+            margin_s=_MARGIN_S,
             heard=heard,
             check=check,
         )

@@ -35,7 +35,8 @@ from kvservice_client import connect
 CLOCK = SystemClock()
 ROWS, HEADS, DIM, TOKENS = 2, 2, 8, 40
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+# Twice the usual limit, for machines that are busy with something else.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @dataclass(frozen=True)
