@@ -34,6 +34,7 @@ class Backend:
     Fields:
         kill: Makes a worker, by its index, answer nobody.
         restart: Lets it live again, empty, at the same address.
+        beat: Lets the manager know all that the workers know.
     """
 
     front: str
@@ -42,6 +43,7 @@ class Backend:
     clock: Clock
     kill: Callable[[int], None]
     restart: Callable[[int], None]
+    beat: Callable[[], None]
     clients: list[Client] = field(default_factory=list)
 
     def connect(
@@ -125,8 +127,13 @@ def embedded_backend(
         for message in service._sources[index].messages():
             service.manager.heartbeat(message, ANONYMOUS, first=True)
 
+    def beat() -> None:
+        service._beat(first=False)
+
     service.start()
-    backend = Backend(MANAGER_ADDRESS, service.dial, service.workers, service.clock, kill, restart)
+    backend = Backend(
+        MANAGER_ADDRESS, service.dial, service.workers, service.clock, kill, restart, beat
+    )
     try:
         yield backend
         backend.finish()
@@ -194,7 +201,12 @@ def grpc_backend(
         running[index] = GrpcWorker(workers[index].config, front, clock)
         workers[index] = running[index].worker
 
-    backend = Backend(front, dial, workers, clock, kill, restart)
+    def beat() -> None:
+        """Wait for a heartbeat of each worker that was sent after now."""
+        asked_at = manager._clock.monotonic()
+        eventually(lambda: all(view.heard_at > asked_at for view in manager.workers()))
+
+    backend = Backend(front, dial, workers, clock, kill, restart, beat)
     try:
         eventually(lambda: len(manager.workers()) == num_workers)
         yield backend

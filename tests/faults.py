@@ -33,6 +33,11 @@ class Faults:
         self._losses[method, what] += times
         self._skip[method] += after
 
+    def forget(self) -> None:
+        """Lose nothing more."""
+        self._losses.clear()
+        self._skip.clear()
+
     def cut(self, address: str) -> None:
         """Let nothing through to an address, until `heal`."""
         self._cut.add(address)
@@ -40,9 +45,9 @@ class Faults:
     def heal(self, address: str) -> None:
         self._cut.discard(address)
 
-    def sent(self, method: str) -> list[bytes]:
-        """Return the requests of a method so far."""
-        return [request for _, name, request in self.log if name == method]
+    def sent(self, method: str) -> list[tuple[str, bytes]]:
+        """Return address and bytes of a method's requests so far."""
+        return [(address, request) for address, name, request in self.log if name == method]
 
     def carry(
         self, address: str, method: str, request: Message, call: Callable[[Transport], Any]

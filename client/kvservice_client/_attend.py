@@ -78,7 +78,7 @@ class Attender:
                 outcomes = self._links.attend(calls)
             except BaseException:  # interrupted: what was sent may be stored
                 if ask.tokens is not None:
-                    mirror.uncertain, mirror.step, step.failed_layer = True, step, ask.layer
+                    mirror.uncertain, mirror.step = True, step
                 raise
             error = _worst(outcomes)
             if error is None:
@@ -99,16 +99,15 @@ class Attender:
     # -- before
 
     def _spread(self, step: Step) -> None:
-        """Share the session's first tokens out among its workers. Those left over are let go."""
+        """Share the session's first tokens out among its workers; some may be left over."""
         mirror = self._mirror
         starts = cut_into_parts(step.counts, len(mirror.extents), mirror.spec.page_size)
-        dropped = mirror.extents[len(starts) :]
-        del mirror.extents[len(starts) :]
+        while len(mirror.extents) > len(starts):
+            mirror.spare(mirror.extents.pop())
         for extent, first, stop in zip(
             mirror.extents, starts, [*starts[1:], step.counts], strict=True
         ):
             extent.starts, extent.stops = first, stop
-        self._links.let_go(dropped)
 
     def _call(
         self, step: Step, ask: Ask, positions: Lengths, part: Part

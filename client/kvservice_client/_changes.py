@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvservice.core.errors import KVServiceError, StaleEpoch
+from kvservice.core.errors import DeadlineExceeded, KVServiceError, StaleEpoch, Unavailable
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths, adopt
@@ -49,57 +50,47 @@ class Changes:
             KVServiceError: It is still unknown; call again.
         """
         change = self._pending
-        if change is None:
-            return
-        while change.requests:
-            extent, request = change.requests[0]
-            if not extent.lost:
-                self._send(change, extent, request)
-            change.requests.pop(0)
-        self._pending = None
-        change.adopt()
-        self._links.follow_extents()
+        if change is not None:
+            while change.requests:
+                extent, request = change.requests[0]
+                if not extent.lost:
+                    self._send(change, extent, request)
+                change.requests.pop(0)
+            self._pending = None
+            change.adopt()
+            self._links.settle_extents()
+        if not self._mirror.extents:
+            self._open_again()
 
     def pop(self, keep: Sequence[int]) -> None:
-        """Cut every layer of row r to `keep[r]`. With lost extents: drop these.
+        """Cut every layer of row r to `keep[r]`, and forget lost extents above.
 
         Raises:
             PagesLost: Something of a lost extent would have to stay.
             PositionOutOfRange: A later query could see an evicted position. Nothing has changed.
         """
         mirror = self._mirror
-        stored = self.refresh() if mirror.uncertain else None
         lost = mirror.find_lost()
-        if lost is not None:
-            if any(map(int.__gt__, map(min, keep, mirror.longest()), lost.starts)):
-                raise mirror.pages_lost()
-            self._drop_from(lost)
-            if not mirror.extents:
-                self._open_again()
-                return
+        if lost is not None and any(map(int.__gt__, keep, lost.starts)):
+            raise mirror.pages_lost()
+        stored = self.refresh() if mirror.uncertain else {}
 
         def request(extent: Extent, check_only: bool) -> types_pb2.PopRequest:
-            expected = mirror.stops_of(extent)
-            if lost is not None and extent is mirror.tail:
-                expected = extent.stops  # what follows it was on the lost workers
-            if stored is not None:
-                expected = stored[extent]
             return types_pb2.PopRequest(
                 session_id=mirror.id,
                 incarnation=extent.incarnation,
                 epoch=mirror.epoch,
                 keep=keep,
-                expected_lengths=expected,
+                expected_lengths=stored.get(extent) or mirror.stops_of(extent),
                 check_only=check_only,
             )
 
-        self._make("Pop", request, lambda: self._links.let_go(mirror.cut(keep)))
+        self._make("Pop", request, lambda: mirror.cut(keep))
 
     def reset(self) -> None:
         """Drop all tokens."""
         mirror = self._mirror
         if mirror.find_lost() is not None:
-            mirror.uncertain = False
             self.pop((0,) * mirror.num_rows)
             return
 
@@ -111,7 +102,7 @@ class Changes:
                 check_only=check_only,
             )
 
-        self._make("Reset", request, lambda: self._links.let_go(mirror.reset()))
+        self._make("Reset", request, mirror.reset)
 
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i continue old row rows[i]."""
@@ -141,7 +132,8 @@ class Changes:
         """
         mirror = self._mirror
         nothing = (0,) * mirror.num_rows
-        lengths: dict[int, Lengths] = {}
+        # Nobody can be asked what a lost extent held; it was at least what is known.
+        lengths = dict(mirror.lengths) if mirror.find_lost() is not None else {}
         stored: dict[Extent, Lengths] = {}
         for extent in mirror.extents:
             if extent.lost:
@@ -168,16 +160,17 @@ class Changes:
     def _make(
         self, method: str, request: Callable[[Extent, bool], Any], adopt: Callable[[], None]
     ) -> None:
-        extents = list(self._mirror.extents)
-        if len(extents) > 1:
-            for extent in extents:
-                self._links.unary(extent, method, request(extent, True))
-        self._pending = Change(method, [(one, request(one, False)) for one in extents], adopt)
+        everywhere = self._mirror.everywhere
+        if len(everywhere) > 1:
+            for extent in everywhere:
+                self._ask(extent, method, request(extent, True))
+        requests = [(extent, request(extent, False)) for extent in everywhere]
+        self._pending = Change(method, requests, adopt)
         self.settle()
 
     def _send(self, change: Change, extent: Extent, request: Any) -> None:
         try:
-            self._links.unary(extent, change.method, request)
+            self._ask(extent, change.method, request)
         except OUTCOME_UNKNOWN:
             change.begun = True
             raise
@@ -187,26 +180,34 @@ class Changes:
             raise
         change.begun = True
 
+    def _ask(self, extent: Extent, method: str, request: Any) -> None:
+        try:
+            self._links.unary(extent, method, request)
+        except KVServiceError:
+            # A dead spare had nothing of the session, and is missed by nobody.
+            if not (extent.lost and extent in self._mirror.spares):
+                raise
+
     # -- after a loss
 
-    def _drop_from(self, lost: Extent) -> None:
-        """Forget the extents from a lost one on. Those that live are let go."""
-        mirror = self._mirror
-        first = mirror.extents.index(lost)
-        dropped = mirror.extents[first:]
-        del mirror.extents[first:]
-        self._links.let_go(dropped)
-
     def _open_again(self) -> None:
-        """Open the session anew, empty, where there is room. Its id stays."""
-        mirror = self._mirror
+        """Open the session anew, empty, where there is room.
+
+        It keeps its id, unless somebody cannot be reached who may hold something by that id.
+        """
+        mirror, links = self._mirror, self._links
+        try:
+            release = types_pb2.ReleaseRequest(session_ids=[mirror.id])
+            links.ask_front("Release", release, timeout_s=links.connections.config.detection_s)
+        except (Unavailable, DeadlineExceeded):
+            mirror.id = str(uuid.uuid4())
         spec = convert.spec_to_pb(mirror.spec)
         spec.row_count = mirror.num_rows
-        # Whoever still holds something of it holds nothing that anybody needs.
-        self._links.ask_front("Release", types_pb2.ReleaseRequest(session_ids=[mirror.id]))
         request = types_pb2.AllocateRequest(session_id=mirror.id, spec=spec)
-        session = self._links.ask_front("Allocate", request).session
+        session = links.ask_front("Allocate", request).session
         mirror.reset()
         mirror.epoch, mirror.last_step = session.epoch, session.step
-        mirror.extents = adopt((), self._links.told_extents(session), mirror.longest())
-        self._links.follow_extents()
+        mirror.extents, mirror.spares = adopt(
+            (), links.told_extents(session), mirror.longest(), mirror.spec.spread
+        )
+        links.follow_extents()

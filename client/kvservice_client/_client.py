@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -92,7 +93,9 @@ class Client:
             opened = self._connections.ask(FRONT, "Allocate", request).session
         except KVServiceError:
             # It may have been opened all the same, with the answer lost.
-            self._leases.release_soon(Lease(session_id, ttl_s, (), 0.0))
+            forgotten = Lease(session_id, ttl_s, (), math.inf)
+            self._leases.add(forgotten)
+            self._leases.release_soon(forgotten)
             raise
         return self._session(opened)
 

@@ -54,26 +54,42 @@ class Extent:
         return all(start >= stop for start, stop in zip(self.starts, stops, strict=True))
 
 
-def adopt(known: Sequence[Extent], told: Sequence[core.Extent], longest: Lengths) -> list[Extent]:
-    """Return the session's extents as the service tells them, keeping what is known of each.
+def adopt(
+    known: Sequence[Extent], told: Sequence[core.Extent], longest: Lengths, spread: int
+) -> tuple[list[Extent], list[Extent]]:
+    """Take over a session's extents as the service tells them, keeping what is known of each.
 
     Args:
-        known: The extents so far.
-        told: In position order, with addresses that can be dialled.
+        known: The extents and spares so far.
+        told: In position order, the tail last, with addresses that can be dialled.
         longest: Per row: where the session ends.
+        spread: On how many workers the first tokens go.
+
+    Returns:
+        Extents in position order, and spares: those that hold nothing, and are not the tail.
     """
     by_life = {(extent.address, extent.incarnation): extent for extent in known}
-    result: list[Extent] = []
-    for one in told:
+    num_open = 1 if any(longest) else spread
+    extents: list[Extent] = []
+    spares: list[Extent] = []
+    for index, one in enumerate(told):
         extent = by_life.get((one.address, one.incarnation))
         if extent is None:
-            starts = one.starts or (longest if result else (0,) * len(longest))
-            extent = Extent(one.address, one.incarnation, starts, longest, one.worker_id)
-            extent.knows_padding = not result
-        result.append(extent)
-    for extent, following in pairwise(result):
+            extent = Extent(one.address, one.incarnation, one.starts, one.stops, one.worker_id)
+            extent.knows_padding = index == 0 or any(map(int.__lt__, one.starts, one.stops))
+        if len(told) - index > num_open and one.starts == one.stops:
+            extent.starts = extent.stops = one.stops or (0,) * len(longest)
+            extent.knows_padding = False
+            spares.append(extent)
+            continue
+        if one.starts == one.stops:  # a tail that holds nothing yet
+            extent.starts = one.starts or longest
+        extents.append(extent)
+    for extent, following in pairwise(extents):
         extent.stops = following.starts
-    return result
+    listed = {id(extent) for extent in (*extents, *spares)}
+    spares += [one for one in known if id(one) not in listed and one.starts == one.stops]
+    return extents, spares
 
 
 def cut_into_parts(counts: Sequence[int], num_parts: int, page_size: int) -> list[Lengths]:

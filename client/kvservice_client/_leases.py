@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import weakref
@@ -128,8 +129,9 @@ class Leases:
         due = [lease for lease in leases if lease.due_at - lease.ttl_s / 12 <= now]
         if due:
             self._renew(due)
-        earliest = min((lease.due_at for lease in leases), default=None)
-        return None if earliest is None else max(0.0, earliest - self._clock.monotonic())
+        earliest = min((lease.due_at for lease in leases), default=math.inf)
+        left_s = earliest - self._clock.monotonic()
+        return None if left_s == math.inf else max(0.0, left_s)
 
     # -- the thread
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
@@ -14,6 +13,7 @@ from kvservice.core.errors import (
     Draining,
     InternalError,
     KVServiceError,
+    Overloaded,
     PagesLost,
     StaleEpoch,
     StaleWorker,
@@ -90,19 +90,27 @@ class Links:
                 extent.close_stream()  # an answer may be under way that nobody waits for
             raise
 
-    def let_go(self, extents: Sequence[Extent]) -> None:
-        """Give back extents that hold nothing the session needs. What fails, the lease ends."""
-        for extent in extents:
-            extent.close_stream()
-            request = types_pb2.ReleaseRequest(session_ids=[self._mirror.id])
-            if not extent.lost:
-                with contextlib.suppress(KVServiceError):
-                    self.unary(extent, "Release", request)
+    def settle_extents(self) -> None:
+        """Give back extents that hold nothing, and renew and release the session where it is now.
+
+        As many workers as the session spreads over stay with it. One that cannot be reached stays
+        too, and is asked another time.
+        """
+        mirror = self._mirror
+        while mirror.spares and len(mirror.extents) + len(mirror.spares) > mirror.spec.spread:
+            extent = mirror.spares[-1]
+            request = types_pb2.ReleaseRequest(session_ids=[mirror.id])
+            try:
+                self.unary(extent, "Release", request)
+            except KVServiceError:
+                if not extent.lost:
+                    break
+            mirror.spares.pop().close_stream()
         self.follow_extents()
 
-    def ask_front(self, method: str, request: Message) -> Any:
+    def ask_front(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Call the client's own server."""
-        return self.connections.ask(FRONT, method, request)
+        return self.connections.ask(FRONT, method, request, timeout_s=timeout_s)
 
     def told_extents(self, session: types_pb2.Session) -> list[core.Extent]:
         """Return the extents of an answer, with addresses to dial."""
@@ -110,15 +118,14 @@ class Links:
 
     def follow_extents(self) -> None:
         """Renew and release the session where it is now."""
-        self.lease.addresses = tuple(
-            dict.fromkeys(extent.address for extent in self._mirror.extents if not extent.lost)
-        )
+        self.lease.session_id = self._mirror.id
+        self.lease.addresses = tuple(extent.address for extent in self._mirror.everywhere)
 
     # -- one call
 
     def _run(self, extent: Extent, attempt: Attempt[T]) -> T:
         if extent.lost:
-            raise self._mirror.pages_lost()
+            raise self._lost(extent)
         connections = self.connections
         try:
             result = connections.retrier.run(
@@ -127,7 +134,7 @@ class Links:
         except (ServerDead, StaleWorker) as error:
             extent.lost = True
             extent.close_stream()
-            raise self._mirror.pages_lost() from error
+            raise self._lost(extent) from error
         except Draining:
             raise
         except StaleEpoch:
@@ -137,6 +144,11 @@ class Links:
             raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
         self.lease.renewed(connections.clock.monotonic())
         return result
+
+    def _lost(self, extent: Extent) -> KVServiceError:
+        if self._mirror.find_lost() is None:  # a spare: nothing was there
+            return WorkerLost(f"the worker at {extent.address} has died")
+        return self._mirror.pages_lost()
 
     def _attend_again(self, extent: Extent, call: worker_pb2.AttendCall) -> Outcome:
         def attempt(left_s: float) -> worker_pb2.AttendResult:
@@ -158,9 +170,9 @@ class Links:
     def _receive(self, extent: Extent, call: worker_pb2.AttendCall) -> Outcome:
         try:
             result = self._stream(extent).receive()
-        except StaleWorker:
-            return self._attend_again(extent, call)  # its answer is the same, and is dealt with
-        except Unavailable:
+        except (Unavailable, Overloaded, StaleEpoch, StaleWorker):
+            # Nobody has answered, or what was answered says something about the session: the same
+            # call again is dealt with as if it were the only one.
             return self._attend_again(extent, call)
         except KVServiceError as error:
             return error

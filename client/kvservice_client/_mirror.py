@@ -61,7 +61,7 @@ class Mirror:
     lengths mostly share one tuple, so that comparing them costs nothing.
     """
 
-    def __init__(self, info: SessionInfo, extents: list[Extent]) -> None:
+    def __init__(self, info: SessionInfo) -> None:
         self.id = info.session_id
         self.spec: SessionSpec = info.spec
         self.epoch = info.epoch
@@ -72,7 +72,9 @@ class Mirror:
         }
         self.padding = Padding.none(self.num_rows)
         self.step: Step | None = None
-        self.extents = extents
+        self.extents: list[Extent] = []
+        # On workers that hold nothing of the session just now, but follow its changes.
+        self.spares: list[Extent] = []
         self.uncertain = False  # the workers may have stored more than `lengths` says
         self.windows = tuple(layer.window for layer in info.spec.layers)
 
@@ -81,30 +83,37 @@ class Mirror:
         return self.extents[-1]
 
     @property
+    def everywhere(self) -> list[Extent]:
+        """Extents and spares, but for those that are lost."""
+        return [extent for extent in (*self.extents, *self.spares) if not extent.lost]
+
+    @property
     def num_layers(self) -> int:
         """Layers that are stated, or have stored something."""
         return max(len(self.spec.layers), max(self.lengths, default=-1) + 1)
 
     def layer_lengths(self, layer: int) -> Lengths:
-        return self.lengths.get(layer) or (0,) * self.num_rows
+        return self.lengths.get(layer) or self._nothing
 
     def longest(self) -> Lengths:
         """Return per row the length of its longest layer."""
         return self._over_layers(max)
 
     def shortest(self) -> Lengths:
-        """Return per row the length that every layer has which takes part in steps."""
-        step = self.step
-        if step is not None and not step.earlier_layers:
+        """Return per row what every layer has that takes part in steps, a failed one left out."""
+        step, shortest = self.step, self._over_layers(min)
+        if step is None:
+            return shortest
+        if step.failed_layer is not None:
+            return tuple(map(min, shortest, step.positions))
+        stated = range(len(self.spec.layers))
+        if not step.earlier_layers and any(layer not in self.lengths for layer in stated):
             # The session's first step: which layers it has is not yet seen from what is stored.
-            stated = range(len(self.spec.layers))
-            missing = any(layer not in self.lengths for layer in stated)
-            if missing or (step.failed_layer is not None and step.failed_layer not in self.lengths):
-                return (0,) * self.num_rows
-        return self._over_layers(min)
+            return (0,) * self.num_rows
+        return shortest
 
     def stops_of(self, extent: Extent) -> Lengths:
-        """Return per row where an extent ends."""
+        """Return per row where an extent ends, or a spare's worker says that it does."""
         return self.longest() if extent is self.tail else extent.stops
 
     def evictions(self, retain: int | None) -> list[EvictBefore]:
@@ -137,29 +146,42 @@ class Mirror:
 
     # -- structural changes
 
-    def cut(self, keep: Sequence[int]) -> list[Extent]:
-        """Cut every layer of each row to `keep[row]`. Returns extents that hold nothing now."""
+    def cut(self, keep: Sequence[int]) -> None:
+        """Cut every layer of each row to `keep[row]`. What is lost is forgotten.
+
+        An extent that is emptied becomes a spare, and the tail goes back.
+        """
         cuts: dict[Lengths, Lengths] = {}
         for layer, lengths in self.lengths.items():
             if lengths not in cuts:
                 cuts[lengths] = tuple(map(min, lengths, keep))
             self.lengths[layer] = cuts[lengths]
         self.padding = self.padding.cut(keep)
+        self.extents = [extent for extent in self.extents if not extent.lost]
+        self.spares = [extent for extent in self.spares if not extent.lost]
         for extent in self.extents:
             extent.cut(keep)
         self._next_epoch()
-        return self.drop_empty(keep_first=1)
+        longest = self.longest()
+        while len(self.extents) > 1 and self.tail.is_empty(longest):
+            self.spare(self.extents.pop())
+        if not self.extents and self.spares:
+            self.extents.append(self.spares.pop())
 
-    def reset(self) -> list[Extent]:
-        """Drop all tokens. Returns extents that are not needed to start again."""
+    def reset(self) -> None:
+        """Drop all tokens. The first workers take tokens again, as many as the session spreads."""
+        everywhere = self.everywhere
         self.lengths = {}
         self.padding = Padding.none(self.num_rows)
-        nothing = (0,) * self.num_rows
-        for extent in self.extents:
-            extent.starts = extent.stops = nothing
-        self._next_epoch()
         self.uncertain = False
-        return self.drop_empty(keep_first=self.spec.spread)
+        self._next_epoch()
+        self.spares = []
+        for extent in everywhere:
+            self.spare(extent)
+        self.extents, self.spares = (
+            self.spares[: self.spec.spread],
+            self.spares[self.spec.spread :],
+        )
 
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i be old row rows[i]."""
@@ -169,22 +191,16 @@ class Mirror:
                 picked[lengths] = tuple(lengths[row] for row in rows)
             self.lengths[layer] = picked[lengths]
         self.padding = self.padding.select(rows)
-        for extent in self.extents:
+        for extent in (*self.extents, *self.spares):
             extent.select(rows)
         self.num_rows = len(rows)
         self._next_epoch()
 
-    def drop_empty(self, keep_first: int) -> list[Extent]:
-        """Take extents from the end that hold nothing, so that the tail goes back.
-
-        Args:
-            keep_first: How many stay, whatever they hold.
-        """
-        dropped: list[Extent] = []
-        longest = self.longest()
-        while len(self.extents) > keep_first and self.tail.is_empty(longest):
-            dropped.append(self.extents.pop())
-        return dropped
+    def spare(self, extent: Extent) -> None:
+        """Keep an extent that holds nothing for later."""
+        extent.starts = extent.stops = self._nothing
+        extent.knows_padding = False
+        self.spares.append(extent)
 
     # -- losses
 
@@ -202,6 +218,10 @@ class Mirror:
             f"position {position} on: pop to there, and feed the rest again",
             from_position=position,
         )
+
+    @property
+    def _nothing(self) -> Lengths:
+        return (0,) * self.num_rows
 
     def _next_epoch(self) -> None:
         self.epoch += 1

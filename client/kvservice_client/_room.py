@@ -27,8 +27,8 @@ def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError 
         session = links.ask_front("Append", request).session
     except KVServiceError as error:
         return error
-    mirror.extents = adopt(mirror.extents, links.told_extents(session), mirror.longest())
-    empty = [one for one in mirror.extents[:-1] if one.is_empty(one.stops)]
-    mirror.extents = [one for one in mirror.extents if one not in empty]
-    links.let_go(empty)
+    mirror.extents, mirror.spares = adopt(
+        mirror.everywhere, links.told_extents(session), mirror.longest(), mirror.spec.spread
+    )
+    links.settle_extents()
     return None

@@ -75,8 +75,9 @@ class Session:
             owner: Kept alive as long as this session.
         """
         info = convert.session_from_pb(opened)
-        mirror = Mirror(info, [])
-        mirror.extents = adopt((), reachable_extents(connections, opened), mirror.longest())
+        mirror = Mirror(info)
+        told = reachable_extents(connections, opened)
+        mirror.extents, mirror.spares = adopt((), told, mirror.longest(), info.spec.spread)
         lease = Lease(info.session_id, info.spec.ttl_s, (), 0.0)
         lease.renewed(connections.clock.monotonic())
         self._init(connections, leases, owner, mirror, lease)
@@ -109,7 +110,7 @@ class Session:
 
     @property
     def id(self) -> str:
-        """The session's id, for `Client.attach`."""
+        """The session's id, for `Client.attach`. Another one after all its pages were lost."""
         return self._mirror.id
 
     @property
@@ -129,6 +130,11 @@ class Session:
     @property
     def page_size(self) -> int:
         return self._mirror.spec.page_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        """No row grows beyond. None: no bound."""
+        return self._mirror.spec.max_tokens
 
     @property
     def epoch(self) -> int:
@@ -335,7 +341,7 @@ class Session:
             raise InvalidRequest("say either num_tokens or keep")
         with self._lock:
             self._ready(allow_lost=True)
-            if self._mirror.uncertain:
+            if self._mirror.uncertain and self._mirror.find_lost() is None:
                 self._changes.refresh()
             longest = self._mirror.longest()
             if keep is not None:
@@ -421,8 +427,7 @@ class Session:
             if self._lease.taken:
                 return
             request = types_pb2.ReleaseRequest(session_ids=[self.id])
-            live = [extent for extent in self._mirror.extents if not extent.lost]
-            for extent in live:
+            for extent in self._mirror.everywhere:
                 self._links.unary(extent, "Release", request)
 
     def detach(self) -> str:
@@ -432,7 +437,7 @@ class Session:
             The id, for `Client.attach`.
         """
         with self._lock:
-            self._ready()
+            self._ready(allow_lost=True)
             self._end()
             for extent in self._mirror.extents:
                 extent.close_stream()
@@ -517,7 +522,7 @@ class Session:
     ) -> Session:
         parent, first = self._mirror, opened[0][1]
         info = convert.session_from_pb(first)
-        mirror = Mirror(info, [])
+        mirror = Mirror(info)
         keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows
         mirror.num_rows = parent.num_rows
         mirror.lengths = {

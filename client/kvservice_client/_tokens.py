@@ -90,7 +90,8 @@ class TokenAccess:
         """Store tokens where they belong, with new ones on another worker if the tail is full."""
         mirror = self._mirror
         if not mirror.lengths and len(mirror.extents) > 1:
-            self._links.let_go(mirror.drop_empty(keep_first=1))
+            while len(mirror.extents) > 1:
+                mirror.spare(mirror.extents.pop())
         try:
             self._write_all(layer, placed)
         except OutOfPages as error:

@@ -18,7 +18,7 @@ from kvservice.core.errors import DeadlineExceeded, NotFound, Unavailable
 from kvservice.v1 import worker_pb2
 from kvservice.wire import fragments, status
 from kvservice.wire.names import MANAGER, WORKER
-from kvservice_client._framing import frames, join
+from kvservice_client._framing import join
 from kvservice_client._transport import AttendStream, checked
 from kvservice_client._watchdog import NEVER, Watchdog
 
@@ -89,7 +89,7 @@ class GrpcTransport:
         return _GrpcStream(self)
 
     def write(self, call: worker_pb2.WriteCall, *, timeout_s: float) -> worker_pb2.WriteResponse:
-        sent = frames(call, worker_pb2.WriteRequest)
+        sent = fragments.frames(call)
         response: worker_pb2.WriteResponse = self._invoke(self._write, sent, timeout_s)
         return response
 
@@ -216,7 +216,7 @@ class _GrpcCall:
         self.call_id = call.call_id
         self._timeout_s = timeout_s
         self._watchdog.arm(self, self._clock.monotonic() + timeout_s)
-        for frame in frames(call, worker_pb2.AttendRequest):
+        for frame in fragments.frames(call):
             self._requests.put(frame)
 
     def receive(self) -> worker_pb2.AttendResult:

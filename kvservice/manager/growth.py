@@ -69,7 +69,7 @@ def grow(
         OutOfPages: No worker has room. Nothing has changed.
         SessionNotFound, StaleEpoch, Conflict, PositionOutOfRange, PagesLost.
     """
-    parts = ordered(routes.parts(key, caller))
+    parts = ordered(routes.parts(key, caller, complete_at=request.expected_lengths))
     merge_sessions([part.info for part in parts])
     try:
         grown = _promise(routes, parts[-1], request, caller)

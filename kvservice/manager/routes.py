@@ -27,7 +27,14 @@ from kvservice.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from kvservice.core.extents import first_missing, in_order, merge_sessions, pages_lost
+from kvservice.core.extents import (
+    find_gap,
+    first_missing,
+    in_order,
+    merge_sessions,
+    pages_lost,
+    row_lengths,
+)
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.session import SessionInfo
 from kvservice.v1 import types_pb2
@@ -232,7 +239,12 @@ class Routes:
         return list(zip(worker_ids, run(ask, worker_ids), strict=True))
 
     def parts(
-        self, key: SessionKey, caller: Caller, *, keep_at_most: int | None = None
+        self,
+        key: SessionKey,
+        caller: Caller,
+        *,
+        keep_at_most: int | None = None,
+        complete_at: Sequence[int] = (),
     ) -> list[Part]:
         """Ask all workers that hold a session where it stands.
 
@@ -241,6 +253,8 @@ class Routes:
         Args:
             keep_at_most: Go on with what is left of a session that has lost tokens, if none of
                 those below this position are: for the change that cuts it to there.
+            complete_at: The rows' lengths, by the word of the session's only writer. Where so
+                much is found, nothing is missing: the writer has cut it to what was left.
 
         Raises:
             SessionNotFound, WorkerLost.
@@ -259,9 +273,9 @@ class Routes:
             else:
                 found.append(Part(worker_id, session_from_pb(answer.session)))
         if not found and known:
-            return self.parts(key, caller, keep_at_most=keep_at_most)
+            return self.parts(key, caller, keep_at_most=keep_at_most, complete_at=complete_at)
         self.note(key, found)
-        self._check_complete(key, found, keep_at_most)
+        self._check_complete(key, found, keep_at_most, complete_at)
         if not found:
             raise SessionNotFound(
                 "no such session: it was never opened, was released, or has expired"
@@ -283,11 +297,19 @@ class Routes:
             return self._directory.is_incomplete(key, epoch, self._clock.monotonic())
 
     def _check_complete(
-        self, key: SessionKey, found: Sequence[Part], keep_at_most: int | None
+        self,
+        key: SessionKey,
+        found: Sequence[Part],
+        keep_at_most: int | None,
+        complete_at: Sequence[int],
     ) -> None:
         if not self.is_incomplete(key, found):
             return
         extents = [part.info.extents[0] for part in ordered(found)]
+        stored = row_lengths(extents) or (0,) * len(complete_at)
+        if found and complete_at and stored == tuple(complete_at) and find_gap(extents) is None:
+            self.settle([key])
+            return
         position = first_missing(extents)
         if not found or keep_at_most is None or keep_at_most > position:
             raise pages_lost(position)

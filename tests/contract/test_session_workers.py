@@ -180,6 +180,43 @@ def test_nobody_has_room(start: Start) -> None:
     driver.check_stored()
 
 
+def test_a_tail_that_has_gone_back_grows_again(start: Start) -> None:
+    """After pops, a session finds the second worker's room again, as often as it needs it."""
+    backend = start(num_workers=2, memory_bytes=24 * PAGE_BYTES)
+    driver = Driver.open(backend.connect(), layers=LAYERS, page_size=4)
+    padding = np.array([[True] * 6, [False] * 6])
+    driver.step(6, padding=padding)
+    border = 0
+    for keep in ((5, 5), (9, 2), None, (1, 6)):
+        while num_workers(driver) == 1:
+            border = driver.session.lengths(0)[0]
+            driver.step(mask="chunk", chunk=9)
+        driver.step(2)
+        driver.select([1, 0])
+        if keep is None:
+            driver.pop(keep=border)  # exactly where the second one begins
+        else:
+            driver.pop(keep=keep)
+        backend.beat()
+        driver.step(mask="chunk", chunk=9)
+        driver.check_stored()
+    driver.session = backend.connect().attach(driver.session.detach())
+    driver.step(3)
+    driver.check_stored()
+
+
+def test_a_short_prompt_of_a_spread_session_grows(start: Start) -> None:
+    """Workers that got none of a short prompt are there when they are needed."""
+    backend = start(num_workers=2, memory_bytes=24 * PAGE_BYTES)
+    driver = Driver.open(backend.connect(), layers=LAYERS, page_size=4, spread=2)
+    driver.step(3)
+    backend.beat()
+    while num_workers(driver) == 1:
+        driver.step()
+    driver.step(3)
+    driver.check_stored()
+
+
 def test_a_first_step_that_is_too_long(start: Start) -> None:
     """A prompt that no worker can hold fails, and the session can take a shorter one."""
     backend = start(num_workers=2, memory_bytes=24 * PAGE_BYTES)

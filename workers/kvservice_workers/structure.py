@@ -158,15 +158,14 @@ class Structure:
         return [min(length, token_count) for length in longest]
 
     def _settle_starts(self, session: WorkerSession, keep: Sequence[int]) -> None:
-        """Let an extent that was cut below its start begin where the row ends now; if that leaves
-        it empty, let its next tokens decide."""
-        if session.starts is None:
+        """Let an extent that was cut below its start begin where the row ends now; if the cut has
+        emptied it, let its next tokens decide."""
+        if session.starts is None or session.begins_at_zero:
             return
         below = any(length < start for length, start in zip(keep, session.starts, strict=True))
-        if not below:
-            return
         session.starts = [min(pair) for pair in zip(keep, session.starts, strict=True)]
-        if all(session.longest(row) == session.starts[row] for row in range(session.num_rows)):
+        # One that never had tokens stays where it was opened, unless that is gone.
+        if (below or session.lengths) and session.longest_of_all() == session.starts:
             session.starts = None
             session.lengths.clear()
 

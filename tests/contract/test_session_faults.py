@@ -1,0 +1,342 @@
+"""What is lost on the way is repeated, and acts once; what has died is said to be lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice.core.errors import Unavailable
+from kvservice_client import (
+    Client,
+    ClientConfig,
+    DType,
+    LayerGeometry,
+    PagesLost,
+    StaleEpoch,
+    WorkerLost,
+)
+from kvservice_client._retry import RetryPolicy
+from tests.backends import Backend
+from tests.contract.conftest import Start
+from tests.driving import Driver
+from tests.faults import Faults
+
+QUICK = ClientConfig(
+    timeout_s=5.0,
+    detection_s=0.2,
+    silence_s=0.05,
+    retry=RetryPolicy(first_delay_s=0.001, max_delay_s=0.02),
+)
+
+IMPATIENT = ClientConfig(timeout_s=0.1, detection_s=60.0, retry=QUICK.retry)
+
+VERBS: dict[str, Callable[[Driver], Any]] = {
+    "Attend": lambda driver: driver.step(2, layers=[0]),
+    "Pop": lambda driver: driver.pop(3),
+    "Select": lambda driver: driver.select([1, 1, 0]),
+    "Reset": lambda driver: driver.reset(),
+    "Fork": lambda driver: driver.fork().check_stored(),
+    "Read": lambda driver: driver.session.read(0),
+    "Write": lambda driver: write(driver),
+    "Release": lambda driver: driver.session.release(),
+}
+
+
+def write(driver: Driver) -> None:
+    for layer in range(2):
+        _, k, v = driver.tokens(2)
+        driver.session.write(layer, k, v)
+        driver.dense.attend(layer, driver.random(4, 2, 8), k, v)
+
+
+def faulty(backend: Backend) -> tuple[Faults, Client]:
+    faults = Faults(backend.dial)
+    return faults, backend.connect(dial=faults.dial, config=QUICK)
+
+
+@pytest.mark.parametrize("spread", [1, 2])
+@pytest.mark.parametrize("what", ["request", "answer"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_lost_is_repeated(start: Start, verb: str, what: str, spread: int) -> None:
+    """A lost request or answer, at each worker in turn, is repeated with the same bytes."""
+    faults, client = faulty(start(num_workers=2))
+    for after in range(2 * spread):
+        driver = Driver.open(client, page_size=4, spread=spread)
+        driver.step(11)
+        before = len(faults.sent(verb))
+        faults.lose(verb, what, times=2, after=after)
+        VERBS[verb](driver)
+        sent = faults.sent(verb)[before:]
+        assert len(sent) - len(set(sent)) in (0, 2), "repeats send the same bytes"
+        faults.forget()
+        if not driver.session.closed:
+            driver.session.roll_back()
+            if verb == "Attend":
+                driver.pop(keep=11)
+            driver.step(2)
+            driver.check_stored()
+
+
+@pytest.mark.parametrize("verb", ["Allocate", "Attach"])
+@pytest.mark.parametrize("what", ["request", "answer"])
+def test_opening_is_repeated(start: Start, verb: str, what: str) -> None:
+    """Opening and attaching over a bad network give one session."""
+    backend = start()
+    faults, client = faulty(backend)
+    faults.lose(verb, what, times=2)
+    session = client.open(num_rows=1)
+    if verb == "Attach":
+        session = client.attach(session.detach())
+    assert backend.num_sessions() == 1
+    session.reset()
+    assert len(faults.sent(verb)) == 3
+
+
+def test_a_session_that_nobody_knows_of(start: Start) -> None:
+    """If no answer to Allocate ever comes, what it may have opened is released."""
+    backend = start()
+    faults, client = faulty(backend)
+    faults.lose("Allocate", "answer", times=10_000)
+    with pytest.raises(Unavailable):
+        backend.connect(dial=faults.dial, config=IMPATIENT).open(num_rows=1)
+    faults.forget()
+    client.close()
+    backend.clients[-1].close()
+    assert backend.num_sessions() == 0
+
+
+def test_only_the_unanswered_are_repeated(start: Start) -> None:
+    """Of a call to two workers, the one that was answered is not sent again."""
+    faults, client = faulty(start(num_workers=2))
+    driver = Driver.open(client, page_size=4, spread=2, num_layers=1)
+    driver.step(11)
+    first, second = (extent.address for extent in driver.session._mirror.extents)
+    faults.log.clear()
+    faults.lose("Attend", "answer", after=1)
+    driver.step()
+    assert [address for address, verb, _ in faults.log if verb == "Attend"] == [
+        first,
+        second,
+        second,
+    ]
+
+
+@pytest.mark.parametrize("verb", ["Pop", "Select", "Reset"])
+def test_a_half_done_change_is_finished(start: Start, verb: str) -> None:
+    """A change that one worker has and the other may not is rolled forward before all else."""
+    backend = start(num_workers=2)
+    faults = Faults(backend.dial)
+    driver = Driver.open(backend.connect(dial=faults.dial, config=IMPATIENT), page_size=4, spread=2)
+    driver.step(11)
+    # Both check it, the first one gets it, then the second cannot be reached in time.
+    faults.lose(verb, "request", times=10_000, after=3)
+    change = {
+        "Pop": lambda target: target.pop(keep=[3, 10]),
+        "Select": lambda target: target.select([1, 0]),
+        "Reset": lambda target: target.reset(),
+    }[verb]
+    with pytest.raises(WorkerLost):
+        change(driver.session)
+    with pytest.raises(WorkerLost):
+        driver.session.attend(0, *driver.tokens(1))
+    faults.forget()
+    change(driver.dense)
+    driver.step(2)
+    driver.check_stored()
+
+
+def test_a_change_that_one_refuses_is_made_nowhere(start: Start) -> None:
+    """All workers check a change before the first one gets it."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(), page_size=4, spread=2, windows=[3, 3])
+    driver.step(11, windows=[3, 3])
+    for _ in range(6):
+        driver.step(windows=[3, 3])
+    epoch = driver.session.epoch
+    with pytest.raises(Exception, match="evicted"):
+        driver.session.pop(keep=10)
+    assert driver.session.epoch == epoch
+    driver.step(windows=[3, 3])
+
+
+def test_an_attend_of_unknown_outcome(start: Start) -> None:
+    """It may be repeated; or the step is rolled back, whatever the worker has stored of it."""
+    for what, repeat in itertools.product(["request", "answer"], [True, False]):
+        backend = start()
+        faults = Faults(backend.dial)
+        client = backend.connect(dial=faults.dial, config=IMPATIENT)
+        driver = Driver.open(client, page_size=4)
+        driver.step(5)
+        driver.step(layers=[0])
+        tokens = driver.tokens(1)
+        faults.lose("Attend", what, times=10_000)
+        with pytest.raises(WorkerLost):
+            driver.session.attend(1, *tokens)
+        faults.forget()
+        if repeat:
+            driver.attend(1, *tokens)
+        else:
+            driver.session.roll_back()
+            driver.dense.pop(keep=5)
+        driver.step(2)
+        driver.check_stored()
+
+
+def test_a_first_attend_of_unknown_outcome(start: Start) -> None:
+    """The very first call of a session may be lost too."""
+    for what in ("request", "answer"):
+        backend = start()
+        faults = Faults(backend.dial)
+        client = backend.connect(dial=faults.dial, config=IMPATIENT)
+        driver = Driver.open(client, page_size=4)
+        padding = np.array([[True] * 2 + [False] * 3, [False] * 5])
+        faults.lose("Attend", what, times=10_000)
+        with pytest.raises(WorkerLost):
+            driver.session.attend(0, *driver.tokens(5), padding=padding)
+        faults.forget()
+        driver.session.roll_back()
+        driver.step(5)
+        driver.check_stored()
+
+
+@pytest.mark.parametrize("restarted", [True, False], ids=["restarted", "dead"])
+def test_a_dead_worker(start: Start, restarted: bool) -> None:
+    """Its sessions are told from where they are lost, and go on from there on another one."""
+    backend = start(num_workers=2)
+    client = backend.connect(config=QUICK)
+    driver = Driver.open(client, page_size=4)
+    driver.step(9)
+    (stats,) = driver.session.page_stats()
+    index = backend.index_of(stats.worker_id)
+    backend.kill(index)
+    if restarted:
+        backend.restart(index)
+    for call in (
+        lambda: driver.session.attend(0, *driver.tokens(1)),
+        lambda: driver.session.read(0),
+        lambda: driver.session.select([0]),
+        lambda: driver.session.pop(keep=2),
+    ):
+        with pytest.raises(PagesLost) as failure:
+            call()
+        assert failure.value.metadata["from_position"] == "0"
+    driver.pop(keep=0)
+    assert driver.session.lengths(0) == (0, 0)
+    driver.step(5)
+    driver.step()
+    driver.check_stored()
+    if not restarted:
+        backend.restart(index)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_one_of_two_dead_workers(start: Start, dead: int) -> None:
+    """What the other one holds below stays; what lies above is fed again."""
+    backend = start(num_workers=2)
+    client = backend.connect(config=QUICK)
+    driver = Driver.open(client, page_size=4, spread=2)
+    driver.step(13)
+    others = [Driver.open(client, page_size=4, seed=seed) for seed in range(4)]
+    for other in others:
+        other.step(3)
+    extents = driver.session._mirror.extents
+    border = [0, extents[1].starts[0]][dead]
+    index = backend.index_of(extents[dead].worker_id)
+    backend.kill(index)
+    with pytest.raises(PagesLost) as failure:
+        driver.session.attend(0, *driver.tokens(1))
+    assert int(failure.value.metadata["from_position"]) == border
+    if border:
+        with pytest.raises(PagesLost):
+            driver.pop(keep=border + 1)
+    driver.pop(keep=border)
+    driver.step(5)
+    driver.step()
+    driver.check_stored()
+    for other in others:  # those on the other worker have seen nothing
+        if other.session._mirror.extents[0].worker_id != f"worker-{index}":
+            other.step()
+    backend.restart(index)
+
+
+def test_growing_after_a_loss(start: Start) -> None:
+    """A session that was cut to what is left finds room again, whatever the manager knew of it."""
+    memory = 24 * 512
+    backend = start(num_workers=3, memory_bytes=memory)
+    layers = [LayerGeometry(2, 8, 8, DType.FLOAT32)] * 2
+    driver = Driver.open(backend.connect(config=QUICK), page_size=4, spread=2, layers=layers)
+    driver.step(13)
+    index = backend.index_of(driver.session._mirror.extents[1].worker_id)
+    backend.kill(index)
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    driver.pop(keep=8)
+    backend.restart(index)
+    while len(driver.session.page_stats()) == 1:
+        driver.step()
+    driver.step(2)
+    driver.check_stored()
+
+
+def test_a_reset_after_a_loss(start: Start) -> None:
+    """Who does not want to resume begins anew."""
+    backend = start(num_workers=2)
+    client = backend.connect(config=QUICK)
+    driver = Driver.open(client, page_size=4, spread=2)
+    driver.step(13)
+    index = backend.index_of(driver.session._mirror.extents[1].worker_id)
+    backend.kill(index)
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    driver.reset()
+    driver.step(4)
+    driver.step()
+    backend.restart(index)
+
+
+def test_a_cut_that_heals(start: Start) -> None:
+    """A worker that is away for less than the detection time has never been away."""
+    backend = start()
+    faults = Faults(backend.dial)
+    config = ClientConfig(
+        timeout_s=5.0, detection_s=4.0, retry=RetryPolicy(first_delay_s=0.01, max_delay_s=0.01)
+    )
+    client = backend.connect(dial=faults.dial, config=config)
+    driver = Driver.open(client, page_size=4)
+    driver.step(5)
+    faults.lose("Attend", "request", times=5)
+    faults.lose("Attend", "answer", times=5)
+    driver.step()
+    driver.check_stored()
+
+
+def test_the_manager_may_be_away(start: Start) -> None:
+    """Decoding, forks and changes go on without the manager."""
+    backend = start()
+    faults, client = faulty(backend)
+    driver = Driver.open(client, page_size=4)
+    faults.cut(backend.front)
+    driver.step(5)
+    driver.fork().step()
+    driver.pop(2)
+    driver.select([1, 0])
+    driver.step()
+    driver.check_stored()
+    driver.session.release()
+    assert backend.num_sessions() == 0
+
+
+def test_stale_holders_are_told_by_the_first_call(start: Start) -> None:
+    """Over several workers too."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(), page_size=4, spread=2)
+    driver.step(11)
+    holder = backend.connect().attach(driver.session.id)
+    with pytest.raises(StaleEpoch):
+        driver.session.attend(0, *driver.tokens(1))
+    driver.session.release()
+    assert holder.read(0)[0].shape == (2, 2, 11, 8)
