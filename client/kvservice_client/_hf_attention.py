@@ -74,7 +74,6 @@ def remote_attention(
 
     ticket = _ticket(key, value)
     layer: RemoteLayer = ticket.layer
-    sources = (query, *(layer.pending or ()))
     try:
         _refuse_unknown(module, dropout, others)
         out = layer.attend(
@@ -97,7 +96,7 @@ def remote_attention(
     except BaseException:
         layer.retract()  # the tokens of this layer are not stored, and must not seem to be
         raise
-    return refuse_backward(out, *sources).transpose(1, 2).contiguous(), None
+    return refuse_backward(out, query, key, value).transpose(1, 2).contiguous(), None
 
 
 def _padding(

@@ -21,12 +21,15 @@ QUICK_SCENARIOS = (
 @pytest.mark.parametrize("scenario", QUICK_SCENARIOS)
 @pytest.mark.parametrize("family", QUICK_FAMILIES)
 def test_over_grpc(cluster: Client, family: str, scenario: str) -> None:
-    """Workers in processes of their own; keys and values never come back."""
+    """The prompt shared by two worker processes; keys and values never come back."""
 
     def new_cache(config: Any) -> RemoteCache:
-        return RemoteCache(cluster, config, mode="attend")
+        return RemoteCache(cluster, config, mode="attend", spread=2, page_size=4)
 
+    before = [worker.appended_tokens for worker in cluster.page_stats()]
     compare.assert_same(family, scenario, compare.run(family, scenario, "attend", new_cache))
+    after = [worker.appended_tokens for worker in cluster.page_stats()]
+    assert all(map(int.__lt__, before, after)), "a worker has had nothing to do"
     assert_no_pages(cluster)
 
 
