@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -32,19 +33,19 @@ class NativeBuildHook(BuildHookInterface[Any]):
             return
         self._folder = tempfile.TemporaryDirectory(prefix="kvservice-native-")
         built = Path(self._folder.name) / NAME
-        if not self._compile(built):
-            return
-        build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        compiled = self._compile(built)
         if version == "editable":
-            # A process that has it loaded keeps the old file: it is replaced, not written to.
+            # Replaced, not written to: a process that has the old one loaded keeps it. An old one
+            # that does not fit the sources must not stay.
             target = Path(self.root, "workers", "kvservice_workers", NAME)
-            staged = target.with_suffix(".new")
-            staged.write_bytes(built.read_bytes())
-            staged.chmod(0o755)
-            staged.replace(target)
-        else:
+            target.unlink(missing_ok=True)
+            if compiled:
+                shutil.copy(built, target)
+        elif compiled:
             build_data["force_include"][str(built)] = f"kvservice_workers/{NAME}"
+        if compiled:
+            build_data["pure_python"] = False
+            build_data["infer_tag"] = True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self.target_name == "wheel":
