@@ -163,6 +163,7 @@ def test_session_from_end_to_end(command: Command, service: RunState) -> None:
             for worker in status["workers"]
         }
         assert by_rpc == by_command == by_metrics
+        assert 'kvservice_workers{state="alive"} 2.0' in metrics(status["metricsAddress"])
         assert session.id in command("sessions")
         table = command("stats")
         assert all(worker_id in table for worker_id in by_rpc)
@@ -175,12 +176,16 @@ def used_pages(stats: Any) -> int:
     return sum(pool.used_pages for pool in stats.pools)
 
 
-def used_pages_in_metrics(address: str) -> int:
+def metrics(address: str) -> list[str]:
     with urllib.request.urlopen(f"http://{address}/metrics") as response:
-        lines = response.read().decode().splitlines()
+        lines: list[str] = response.read().decode().splitlines()
+        return lines
+
+
+def used_pages_in_metrics(address: str) -> int:
     return sum(
         int(float(line.rsplit(" ", 1)[1]))
-        for line in lines
+        for line in metrics(address)
         if line.startswith("kvservice_pages{") and 'state="used"' in line
     )
 
@@ -272,6 +277,28 @@ def test_failed_up_leaves_nothing(command: Command) -> None:
     assert error.splitlines()[-1].startswith("kvservice up: ")
     assert "Traceback" not in error
     command("status", "--name", "hasty", exit_code=3)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_up_that_is_ended_in_the_middle(command: Command, number: signal.Signals) -> None:
+    """Asked to end, it ends what it has started. Killed, it has left a record for `down`."""
+    name = f"ended-{number.name}"
+    store = StateStore(command.run_directory, name)
+    with command.start("up", "--name", name, "--port", "0") as up:
+        until(lambda: (state := store.find()) is not None and state.head is not None)
+        state = command.record(name)
+        up.send_signal(number)
+        _, error = up.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert up.returncode == 128 + number
+        assert "Traceback" not in error
+        assert store.find() is None
+    else:
+        command("status", "--name", name, exit_code=3)
+        assert command.json("down", "--name", name)["endedProcessCount"] >= 1
+    assert members(state.tag, state.head) == []
+    assert not Path(state.scratch).exists()
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
+from kvservice.core.errors import NotFound
+from kvservice.demo import model as demo_model
 
 
 @pytest.fixture
@@ -43,6 +44,10 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("leaves_nothing")
 def test_demo_from_start_to_end(model_folder: Path, tmp_path: Path) -> None:
     """Both caches lead to the same tokens, pages are free again, and no process is left."""
     prompts = ("Who are you?", "Count to a hundred, slowly, please.", "Why?")
@@ -55,7 +60,7 @@ def test_demo_from_start_to_end(model_folder: Path, tmp_path: Path) -> None:
         env=os.environ | {"KVSERVICE_RUN_DIR": str(tmp_path / "run")},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,3 +69,12 @@ def test_demo_from_start_to_end(model_folder: Path, tmp_path: Path) -> None:
     assert "processes of the service have ended" in done.stdout
     assert all(prompt in done.stdout for prompt in prompts)
     assert done.stderr == ""
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do about it, and nothing is left in the cache."""
+    monkeypatch.setattr(demo_model, "_PACKAGE", "a_package_that_is_not_there")
+    assert demo_model.find_converted(tmp_path / "cache") is None
+    with pytest.raises(NotFound, match=r"a_package_that_is_not_there.*make demo"):
+        demo_model.convert(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
