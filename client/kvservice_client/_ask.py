@@ -86,6 +86,62 @@ class Scoring:
         return self.mask.kind in kinds
 
 
+@dataclass(slots=True)
+class Ask:
+    """One call of `Session.attend`, checked.
+
+    Fields:
+        tokens: None: only attend.
+        pos: Per row: where the new tokens go. None: behind the row's end.
+        query_positions: Per row. None: where the new tokens are, or the newest positions.
+    """
+
+    layer: int
+    queries: Queries
+    tokens: Tokens | None
+    scoring: Scoring
+    pos: Lengths | None
+    query_positions: Lengths | None
+
+
+def read_ask(
+    layer: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    num_rows: int,
+    counts: Any,
+    pos: Any,
+    query_positions: Any,
+    **scoring: Any,
+) -> Ask:
+    """Check and pack the arguments of `Session.attend`; `scoring` as for `read_scoring`.
+
+    Raises:
+        InvalidRequest, GeometryMismatch: What is wrong, what was expected, and what was got.
+    """
+    check_layer(layer)
+    given = None if counts is None else read_counts(counts, num_rows)
+    queries = read_queries(q, num_rows, given)
+    tokens = None
+    if k is not None or v is not None:
+        tokens = read_tokens(k, v, num_rows, given)
+        check_agree(queries, tokens)
+    elif pos is not None:
+        raise InvalidRequest("pos goes with k and v; without them, say query_positions")
+    return Ask(
+        layer,
+        queries,
+        tokens,
+        read_scoring(queries, **scoring),
+        None if pos is None else read_positions(pos, num_rows),
+        None
+        if query_positions is None
+        else read_positions(query_positions, num_rows, "query_positions"),
+    )
+
+
 def check_layer(layer: int) -> int:
     """Return a layer's number."""
     if type(layer) is not int or not 0 <= layer < MAX_LAYERS:

@@ -17,7 +17,7 @@ from kvservice.core.geometry import DType
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.tensors import dtype_to_pb
 from kvservice_client._arrays import cast_float32, from_host
-from kvservice_client._ask import Lengths, set_tensor, tensor_data
+from kvservice_client._ask import Ask, Lengths, set_tensor, tensor_data
 from kvservice_client._changes import Changes
 from kvservice_client._extents import cut_into_parts
 from kvservice_client._links import OUTCOME_UNKNOWN, Links, Outcome
@@ -25,7 +25,6 @@ from kvservice_client._merge import Partial, merge
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._room import find_room
 from kvservice_client._steps import (
-    Ask,
     Part,
     header_for,
     packed_index,
@@ -49,7 +48,7 @@ class Attender:
         self._changes = changes
         self._call_ids = itertools.count(1)
 
-    def attend(self, ask: Ask, pos: Lengths | None, padding: Any, retain: int | None) -> Any:
+    def attend(self, ask: Ask, padding: Any, retain: int | None) -> Any:
         """Return the attention output of a call, as the kind of array that q was.
 
         Raises:
@@ -60,7 +59,7 @@ class Attender:
             step = step_for_queries(mirror, ask, padding)
             positions = mirror.layer_lengths(ask.layer)
         else:
-            step, positions = step_for_append(mirror, ask, pos, padding, retain)
+            step, positions = step_for_append(mirror, ask, padding, retain)
             if not mirror.lengths and len(mirror.extents) > 1:
                 self._spread(step)
         out = self._attend_in(step, ask, positions)

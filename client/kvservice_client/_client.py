@@ -23,7 +23,10 @@ from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._connections import FRONT, ClientConfig, Connections
+from kvservice_client._extents import adopt
 from kvservice_client._leases import Lease, Leases
+from kvservice_client._links import reachable_extents
+from kvservice_client._mirror import Mirror
 from kvservice_client._session import Session
 from kvservice_client._transport import Transport
 from kvservice_client._transport_grpc import GrpcTransport, Tls
@@ -182,7 +185,10 @@ class Client:
         return f"<kvservice client of {self._connections.front}>"
 
     def _session(self, opened: types_pb2.Session) -> Session:
-        return Session(self._connections, self._leases, opened, self)
+        mirror = Mirror(convert.session_from_pb(opened))
+        told = reachable_extents(self._connections, opened)
+        mirror.extents, mirror.spares = adopt((), told, mirror.longest(), mirror.spec.spread)
+        return Session(self._connections, self._leases, mirror, self)
 
 
 def connect(

@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import threading
-import uuid
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvservice.core.errors import (
-    InvalidRequest,
-    KVServiceError,
-    PositionOutOfRange,
-    SessionNotFound,
-)
+from kvservice.core.errors import InvalidRequest, PositionOutOfRange, SessionNotFound
 from kvservice.core.session import WorkerStats
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._arrays import Kind, kind_of, to_ints
-from kvservice_client._ask import (
-    check_agree,
-    check_layer,
-    read_counts,
-    read_positions,
-    read_queries,
-    read_scoring,
-    read_tokens,
-)
+from kvservice_client._ask import check_layer, read_ask, read_positions, read_tokens
 from kvservice_client._attend import Attender
 from kvservice_client._changes import Changes
 from kvservice_client._connections import Connections
-from kvservice_client._extents import Extent, adopt
+from kvservice_client._fork import fork_mirror
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import Links, reachable_extents
+from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
-from kvservice_client._steps import Ask
 from kvservice_client._tokens import TokenAccess, place, read_rows
 
 
@@ -63,47 +48,29 @@ class Session:
     """
 
     def __init__(
-        self,
-        connections: Connections,
-        leases: Leases,
-        opened: types_pb2.Session,
-        owner: object,
+        self, connections: Connections, leases: Leases, mirror: Mirror, owner: object
     ) -> None:
         """Take over a session that was just opened, forked or attached.
 
         Args:
+            mirror: What is known of it.
             owner: Kept alive as long as this session.
         """
-        info = convert.session_from_pb(opened)
-        mirror = Mirror(info)
-        told = reachable_extents(connections, opened)
-        mirror.extents, mirror.spares = adopt((), told, mirror.longest(), info.spec.spread)
-        lease = Lease(info.session_id, info.spec.ttl_s, (), 0.0)
-        lease.renewed(connections.clock.monotonic())
-        self._init(connections, leases, owner, mirror, lease)
-
-    def _init(
-        self,
-        connections: Connections,
-        leases: Leases,
-        owner: object,
-        mirror: Mirror,
-        lease: Lease,
-    ) -> None:
         self.retain: int | None = 0
         self._owner = owner
         self._leases = leases
         self._lock = threading.RLock()
         self._mirror = mirror
-        self._lease = lease
-        self._links = Links(connections, mirror, lease)
+        self._lease = Lease(mirror.id, mirror.spec.ttl_s, (), 0.0)
+        self._lease.renewed(connections.clock.monotonic())
+        self._links = Links(connections, mirror, self._lease)
         self._changes = Changes(mirror, self._links)
         self._attender = Attender(mirror, self._links, self._changes)
         self._access = TokenAccess(mirror, self._links)
         self._kind = Kind()
         self._links.follow_extents()
-        leases.add(lease)
-        self._finalizer = weakref.finalize(self, leases.release_soon, lease)
+        leases.add(self._lease)
+        self._finalizer = weakref.finalize(self, leases.release_soon, self._lease)
         self._finalizer.atexit = False  # `Leases` sees to the process's end
 
     # -- what is known without asking
@@ -220,17 +187,13 @@ class Session:
         with self._lock:
             self._ready()
             try:
-                num_rows = self._mirror.num_rows
-                given = None if counts is None else read_counts(counts, num_rows)
-                queries = read_queries(q, num_rows, given)
-                tokens = None
-                if k is not None or v is not None:
-                    tokens = read_tokens(k, v, num_rows, given)
-                    check_agree(queries, tokens)
-                elif pos is not None:
-                    raise InvalidRequest("pos goes with k and v; without: query_positions")
-                scoring = read_scoring(
-                    queries,
+                ask = read_ask(
+                    layer,
+                    q,
+                    k,
+                    v,
+                    num_rows=self._mirror.num_rows,
+                    counts=counts,
                     mask=mask,
                     window=window,
                     chunk=chunk,
@@ -239,15 +202,11 @@ class Session:
                     sinks=sinks,
                     bias=bias,
                     column_starts=column_starts,
+                    pos=pos,
+                    query_positions=query_positions,
                 )
-                ask = Ask(check_layer(layer), queries, tokens, scoring)
-                if query_positions is not None:
-                    ask.query_positions = read_positions(
-                        query_positions, num_rows, "query_positions"
-                    )
-                first = None if pos is None else read_positions(pos, num_rows)
-                self._kind = queries.kind
-                return self._attender.attend(ask, first, padding, self.retain)
+                self._kind = ask.queries.kind
+                return self._attender.attend(ask, padding, self.retain)
             except BaseException:
                 if k is not None:
                     self._mirror.note_failure(layer)
@@ -413,7 +372,10 @@ class Session:
                     f"{token_count}",
                     length=min(longest),
                 )
-            return self._forked(str(uuid.uuid4()), token_count)
+            child = fork_mirror(self._mirror, self._links, self._leases, token_count)
+            session = Session(self._links.connections, self._leases, child, self._owner)
+            session.retain, session._kind = self.retain, self._kind
+            return session
 
     # -- the end
 
@@ -487,58 +449,3 @@ class Session:
         self._finalizer.detach()
         self._leases.forget(self._lease)
         return was_open
-
-    def _forked(self, new_id: str, token_count: int | None) -> Session:
-        parent = self._mirror
-        extents = [
-            extent
-            for extent in parent.extents
-            if token_count is None or min(extent.starts) < token_count
-        ]
-        opened: list[tuple[Extent, types_pb2.Session]] = []
-        try:
-            for extent in extents:
-                request = types_pb2.ForkRequest(
-                    session_id=parent.id,
-                    incarnation=extent.incarnation,
-                    epoch=parent.epoch,
-                    new_session_id=new_id,
-                    token_count=token_count,
-                    clip=len(parent.extents) > 1,
-                )
-                opened.append((extent, self._links.unary(extent, "Fork", request).session))
-        except KVServiceError:
-            self._abandon(new_id, extents)
-            raise
-        return self._child(opened, token_count)
-
-    def _abandon(self, new_id: str, extents: Sequence[Extent]) -> None:
-        """Release a fork that was not made on all workers, in the background."""
-        addresses = tuple(extent.address for extent in extents if not extent.lost)
-        self._leases.release_soon(Lease(new_id, self._lease.ttl_s, addresses, 0.0))
-
-    def _child(
-        self, opened: Sequence[tuple[Extent, types_pb2.Session]], token_count: int | None
-    ) -> Session:
-        parent, first = self._mirror, opened[0][1]
-        info = convert.session_from_pb(first)
-        mirror = Mirror(info)
-        keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows
-        mirror.num_rows = parent.num_rows
-        mirror.lengths = {
-            layer: tuple(map(min, lengths, keep)) for layer, lengths in parent.lengths.items()
-        }
-        mirror.padding = parent.padding.cut(keep)
-        for extent, _ in opened:
-            mine = Extent(
-                extent.address, extent.incarnation, extent.starts, extent.stops, extent.worker_id
-            )
-            mine.knows_padding = extent.knows_padding
-            mine.cut(keep)
-            mirror.extents.append(mine)
-        lease = Lease(info.session_id, info.spec.ttl_s, (), 0.0)
-        lease.renewed(self._links.connections.clock.monotonic())
-        child = Session.__new__(Session)
-        child._init(self._links.connections, self._leases, self._owner, mirror, lease)
-        child.retain, child._kind = self.retain, self._kind
-        return child

@@ -13,26 +13,10 @@ from kvservice.core.errors import Conflict, InvalidRequest, OutOfOrder
 from kvservice.core.session import EvictBefore, RowRange
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice_client._arrays import to_bool
-from kvservice_client._ask import FULL, Lengths, Queries, Scoring, Tokens
+from kvservice_client._ask import FULL, Ask, Lengths
 from kvservice_client._extents import Extent
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._padding import add_new, as_packed_or_whole
-
-
-@dataclass(slots=True)
-class Ask:
-    """One call of `Session.attend`, checked.
-
-    Fields:
-        tokens: None: only attend.
-        query_positions: Per row; None: where the new tokens are, or the newest positions.
-    """
-
-    layer: int
-    queries: Queries
-    tokens: Tokens | None
-    scoring: Scoring
-    query_positions: Lengths | None = None
 
 
 @dataclass(slots=True)
@@ -55,19 +39,19 @@ class Part:
 
 
 def step_for_append(
-    mirror: Mirror, ask: Ask, pos: Lengths | None, padding: Any, retain: int | None
+    mirror: Mirror, ask: Ask, padding: Any, retain: int | None
 ) -> tuple[Step, Lengths]:
     """Return the step that an append belongs to, a new one if need be, and where it appends.
 
     The mirror is not changed: the step becomes the session's when a worker has accepted it.
 
     Raises:
-        OutOfOrder: `pos` is neither the layer's length nor where its last append stood.
+        OutOfOrder: `ask.pos` is neither the layer's length nor where its last append stood.
         Conflict: It does not fit the step in progress, or that step has died half-way.
         InvalidRequest: The padding's shape is wrong, or padding turns back into tokens.
     """
     assert ask.tokens is not None
-    step, layer, counts = mirror.step, ask.layer, ask.tokens.counts
+    step, layer, counts, pos = mirror.step, ask.layer, ask.tokens.counts, ask.pos
     before = mirror.layer_lengths(layer)
     if step is not None and layer in step.appended and pos is not None:
         stood = step.appended[layer]

@@ -1,0 +1,62 @@
+"""Forking a session on the workers that hold it."""
+
+from __future__ import annotations
+
+import math
+import uuid
+
+from kvservice.core.errors import KVServiceError
+from kvservice.v1 import types_pb2
+from kvservice.wire import convert
+from kvservice_client._extents import Extent
+from kvservice_client._leases import Lease, Leases
+from kvservice_client._links import Links
+from kvservice_client._mirror import Mirror
+
+
+def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int | None) -> Mirror:
+    """Fork a session on all its workers, and return the picture of the child.
+
+    What is made before a failure is released in the background.
+
+    Args:
+        token_count: Leading tokens of each row to share, at most the shortest row's length. None:
+            all of each.
+    """
+    child_id = str(uuid.uuid4())
+    extents = [
+        extent
+        for extent in parent.extents
+        if token_count is None or min(extent.starts) < token_count
+    ]
+    opened: list[types_pb2.Session] = []
+    try:
+        for extent in extents:
+            request = types_pb2.ForkRequest(
+                session_id=parent.id,
+                incarnation=extent.incarnation,
+                epoch=parent.epoch,
+                new_session_id=child_id,
+                token_count=token_count,
+                clip=len(parent.extents) > 1,
+            )
+            opened.append(links.unary(extent, "Fork", request).session)
+    except KVServiceError:
+        addresses = tuple(extent.address for extent in extents if not extent.lost)
+        leases.release_soon(Lease(child_id, parent.spec.ttl_s, addresses, math.inf))
+        raise
+    keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows
+    child = Mirror(convert.session_from_pb(opened[0]))
+    child.num_rows = parent.num_rows
+    child.lengths = {
+        layer: tuple(map(min, lengths, keep)) for layer, lengths in parent.lengths.items()
+    }
+    child.padding = parent.padding.cut(keep)
+    for extent in extents:
+        mine = Extent(
+            extent.address, extent.incarnation, extent.starts, extent.stops, extent.worker_id
+        )
+        mine.knows_padding = extent.knows_padding
+        mine.cut(keep)
+        child.extents.append(mine)
+    return child
