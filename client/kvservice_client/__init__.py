@@ -39,6 +39,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.geometry import DType, LayerGeometry, LayerSpec
 from kvservice.core.session import PoolStats, SessionInfo, WorkerStats
+from kvservice_client import functional
 from kvservice_client._client import Client, connect, current_client, use
 from kvservice_client._connections import ClientConfig
 from kvservice_client._session import Session
@@ -47,6 +48,7 @@ from kvservice_client.paged_cache import PagedCache, PageStats, Popped
 
 if TYPE_CHECKING:
     from kvservice_client.hf import RemoteCache, use_remote_attention
+    from kvservice_client.tensor_caches import DynamicCache, EncoderDecoderCache, StaticCache
 
 __all__ = [
     "AlreadyExists",
@@ -57,6 +59,8 @@ __all__ = [
     "DType",
     "DeadlineExceeded",
     "Draining",
+    "DynamicCache",
+    "EncoderDecoderCache",
     "GeometryMismatch",
     "InternalError",
     "InvalidRequest",
@@ -81,6 +85,7 @@ __all__ = [
     "SessionNotFound",
     "StaleEpoch",
     "StaleWorker",
+    "StaticCache",
     "Tls",
     "TooLarge",
     "TooManySessions",
@@ -92,13 +97,17 @@ __all__ = [
     "WorkerStats",
     "connect",
     "current_client",
+    "functional",
     "use",
     "use_remote_attention",
 ]
 
 # Name -> the module that has it, and the extra that brings what the module needs.
 _LATE = {
+    "DynamicCache": ("tensor_caches", "hf"),
+    "EncoderDecoderCache": ("tensor_caches", "hf"),
     "RemoteCache": ("hf", "hf"),
+    "StaticCache": ("tensor_caches", "hf"),
     "use_remote_attention": ("hf", "hf"),
 }
 
