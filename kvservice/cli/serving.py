@@ -83,8 +83,12 @@ def down(arguments: argparse.Namespace) -> int:
         print(json.dumps(done))
     elif not result.was_running:
         print(f'nothing was running under the name "{arguments.name}"')
+    elif arguments.forget:
+        print("forgotten")
+    elif not (result.killed_actors or result.ended_processes):
+        print("nothing of it was left, or ours to end")
     else:
-        print("forgotten" if arguments.forget else "ended")
+        print("ended")
     return OK
 
 

@@ -78,6 +78,8 @@ def plan_head(
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else SIGTERM takes 30 s
+        # Ray would kill workers when memory is short, and with them the pages they hold.
+        "RAY_memory_monitor_refresh_ms": "0",
         # Ray gives an actor without CPUs one thread.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_workers)),
     }
