@@ -210,14 +210,15 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         session = self.shared.opened()
         k, v = self.pending if self.pending is not None else (None, None)
         columns = bias is not None or isinstance(seen.mask, torch.Tensor)
+        stored = None if k is None else self.length - k.shape[-2]
         # Queries that are the new tokens need no position, and are not sent where none is seen.
-        are_new = k is not None and k.shape[-2] == query.shape[-2]
-        are_new = are_new and seen.query_position + query.shape[-2] == self.length
+        are_new = stored == seen.query_position and stored + query.shape[-2] == self.length
         out: torch.Tensor = session.attend(
             self.index,
             query.detach(),
             k,
             v,
+            pos=stored,
             scale=scale,
             mask=seen.mask,
             window=seen.window,
