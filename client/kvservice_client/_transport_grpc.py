@@ -14,7 +14,7 @@ from google.protobuf import message_factory
 from google.protobuf.message import Message
 
 from kvservice.clock import Clock
-from kvservice.core.errors import DeadlineExceeded, NotFound, Unavailable
+from kvservice.core.errors import DeadlineExceeded, NotFound, Unavailable, Unimplemented
 from kvservice.v1 import worker_pb2
 from kvservice.wire import fragments, status
 from kvservice.wire.names import MANAGER, WORKER
@@ -111,7 +111,7 @@ class GrpcTransport:
         assert len(name) < 128, "a longer name needs a longer length"
         try:
             self._invoke(self._health, b"\x0a" + bytes([len(name)]) + name, timeout_s)
-        except NotFound:
+        except (NotFound, Unimplemented):  # a server without health is none of ours
             return False
         return True
 
