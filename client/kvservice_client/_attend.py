@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from kvservice_client._links import OUTCOME_UNKNOWN, Links, Outcome
 from kvservice_client._merge import Partial, merge
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._room import find_room
+from kvservice_client._steady import Options, SteadyAsk, settle
 from kvservice_client._steps import (
     Part,
     header_for,
@@ -47,6 +49,8 @@ class Attender:
         self._links = links
         self._changes = changes
         self._call_ids = itertools.count(1)
+        self._last_call: worker_pb2.AttendCall | None = None
+        self._steady: SteadyAsk | None = None
 
     def attend(self, ask: Ask, padding: Any, retain: int | None) -> Any:
         """Return the attention output of a call, as the kind of array that q was.
@@ -65,6 +69,49 @@ class Attender:
         out = self._attend_in(step, ask, positions)
         return from_host(ask.queries.shape_out(out), ask.queries.dtype, ask.queries.kind)
 
+    def is_steady(self, padding: Any) -> bool:
+        """Return whether the next call is worth trying the short way.
+
+        Args:
+            padding: As the call says it. It may be left unsaid, or be the step's own.
+        """
+        steady = self._steady
+        return steady is not None and (padding is None or padding is steady.step.given_padding)
+
+    def settle(self, ask: Ask, tensors: tuple[Any, Any, Any], options: Options) -> None:
+        """Let later layers of the step that ask as the last call did go the short way."""
+        call, self._last_call = self._last_call, None
+        self._steady = None
+        if call is not None:
+            self._steady = settle(self._mirror, ask, tensors, options, call)
+
+    def attend_steadily(
+        self, layer: int, tensors: tuple[Any, Any, Any], scale: float | None, options: Options
+    ) -> Any:
+        """Carry out a call the short way; return None if it must go the long one.
+
+        Raises:
+            As `attend`.
+        """
+        steady, mirror = self._steady, self._mirror
+        if steady is None or not steady.fits(mirror, layer, tensors, options):
+            return None
+        if scale is not None and not math.isfinite(scale):
+            return None
+        call = steady.fill(next(self._call_ids), layer, tensors, scale)
+        try:
+            [outcome] = self._links.attend([(steady.extent, call)])
+        except BaseException:  # interrupted: what was sent may be stored
+            mirror.uncertain = True
+            raise
+        if isinstance(outcome, KVServiceError):
+            if isinstance(outcome, OUTCOME_UNKNOWN):
+                mirror.uncertain = True
+            raise outcome
+        steady.step.appended[layer] = steady.step.positions
+        mirror.lengths[layer] = steady.step.after
+        return steady.output(outcome)
+
     def _attend_in(self, step: Step, ask: Ask, positions: Lengths) -> npt.NDArray[Any]:
         """Carry the call out, on another worker if the tail has no room for the step."""
         mirror = self._mirror
@@ -81,6 +128,7 @@ class Attender:
                 raise
             error = _worst(outcomes)
             if error is None:
+                self._last_call = calls[0][1] if len(calls) == 1 else None
                 self._commit(step, ask, positions, parts)
                 return self._output(step, ask, positions, parts, outcomes)
             spread = sum(any(part.counts) for part in parts) > 1

@@ -184,9 +184,16 @@ class Session:
             OutOfPages: No worker has room. Nothing has been stored; only in the first step of a
                 session that has not stated its layers, a later layer may be refused: roll back.
         """
+        special = (pos, counts, sinks, bias, column_starts, query_positions)
+        plain = type(mask) is str and all(one is None for one in special)
+        options = (mask, window, chunk, softcap)
         with self._lock:
             self._ready()
             try:
+                if plain and self._attender.is_steady(padding):
+                    out = self._attender.attend_steadily(layer, (q, k, v), scale, options)
+                    if out is not None:
+                        return out
                 ask = read_ask(
                     layer,
                     q,
@@ -206,7 +213,10 @@ class Session:
                     query_positions=query_positions,
                 )
                 self._kind = ask.queries.kind
-                return self._attender.attend(ask, padding, self.retain)
+                out = self._attender.attend(ask, padding, self.retain)
+                if plain and k is not None:
+                    self._attender.settle(ask, (q, k, v), options)
+                return out
             except BaseException:
                 if k is not None:
                     self._mirror.note_failure(layer)

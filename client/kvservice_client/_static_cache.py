@@ -72,19 +72,11 @@ class StaticCache(TensorCache):
         """
         cache = cls(max_cache_len, client=client)
         cache._adopt(session_id, device)
-        stored = [cache._pages.stored(layer) for layer in range(len(cache))]
-        counters = stored if lengths is None else [as_int(one, "lengths") for one in lengths]
-        fits = len(counters) == len(stored) and all(
-            0 <= one <= cache.max_cache_len for one in counters
-        )
-        if not fits:
+        try:
+            cache._count(lengths)
+        except BaseException:
             cache.detach()
-            raise InvalidRequest(
-                f"lengths must be 0 to {cache.max_cache_len}, for each of {len(stored)} layers, "
-                f"got {counters}"
-            )
-        cache._cumulative_length = counters
-        cache._seen_tokens = counters[0] if counters else 0
+            raise
         return cache
 
     def update(
@@ -166,6 +158,21 @@ class StaticCache(TensorCache):
         self._hold(keys, values)
         self._cumulative_length = [0] * len(keys)
         self._seen_tokens = 0
+
+    def _count(self, lengths: Sequence[int] | None) -> None:
+        """Set the counters. None: to what is stored."""
+        counters = [self._pages.stored(layer) for layer in range(len(self))]
+        if lengths is not None:
+            given = [as_int(length, "lengths") for length in lengths]
+            out = [length for length in given if not 0 <= length <= self.max_cache_len]
+            if out or len(given) != len(counters):
+                raise InvalidRequest(
+                    f"lengths must be 0 to {self.max_cache_len}, for each of {len(counters)} "
+                    f"layers, got {given}"
+                )
+            counters = given
+        self._cumulative_length = counters
+        self._seen_tokens = self.get_seq_length()
 
     def _positions(self, layer: int, num_tokens: int, given: Any) -> list[int]:
         """Return where new tokens go."""

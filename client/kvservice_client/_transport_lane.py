@@ -85,10 +85,10 @@ class LaneTransport:
             pipe.close()
         if self._clock.monotonic() < self._ask_at:
             return None
-        pipe = self._open(timeout_s)
-        if pipe is None:
+        opened = self._open(timeout_s)
+        if opened is None:
             self._ask_at = self._clock.monotonic() + ASK_AGAIN_S
-        return pipe
+        return opened
 
     def give(self, pipe: LanePipe) -> None:
         """Keep a lane for the next who needs one."""
