@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvservice_client import Conflict, InvalidRequest, OutOfOrder, PositionOutOfRange
+from kvservice_client import Conflict, InvalidRequest, OutOfOrder, OutOfPages, PositionOutOfRange
 from tests.backends import Backend, embedded_backend
-from tests.paged import Pair, PlainPagedCache
+from tests.paged import Pair
 
-MAX_SEQ_LEN = 30
+MAX_SEQ_LEN = 70
 
 windows_of = st.one_of(st.none(), st.integers(2, 9))
 
@@ -43,8 +43,8 @@ class PagedCacheMachine(RuleBasedStateMachine):
         num_rows=st.integers(1, 3),
         page_size=st.sampled_from([1, 2, 3, 5, 16]),
         rollback=st.sampled_from([0, 0, 1, 4]),
-        heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
-        dims=st.sampled_from([(1, 1), (4, 4), (3, 2)]),
+        heads=st.sampled_from([(4, 2), (2, 2), (6, 2)]),
+        dims=st.sampled_from([(4, 4), (3, 5)]),
         seed=st.integers(0, 1000),
     )
     def make(
@@ -71,66 +71,81 @@ class PagedCacheMachine(RuleBasedStateMachine):
             v_dim=dims[1],
             seed=seed,
         )
-        # What an unfinished pass began with, and the layers that have not had it.
-        self.before: PlainPagedCache | None = None
+        # The last pass: what it brings, what was before it, the layers that have not had it yet.
+        self.began: tuple[int, list[int] | None] = (0, None)
+        self.before = copy.deepcopy(self.pair.plain)
         self.missing: list[int] = []
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a pass can begin."""
+        return not self.missing and min(self.pair.plain.lengths) < MAX_SEQ_LEN
 
     def begin(self, data: st.DataObject) -> tuple[int, list[int] | None]:
         """Draw how many tokens a pass brings, to each row."""
-        plain = self.pair.plain
-        room = [MAX_SEQ_LEN - length for length in plain.lengths]
-        counts = [data.draw(st.integers(0, min(left, 12))) for left in room]
-        if not any(counts):
-            return 0, None
-        num_tokens = max(counts)
-        plain_call = len(set(counts)) == 1 and data.draw(st.booleans())
-        return num_tokens, None if plain_call else counts
+        room = [min(8, MAX_SEQ_LEN - length) for length in self.pair.plain.lengths]
+        if min(room) and data.draw(st.booleans()):
+            return data.draw(st.integers(1, min(room))), None
+        counts = data.draw(st.tuples(*(st.integers(0, left) for left in room)).filter(any))
+        return max(counts), list(counts)
 
-    @precondition(lambda self: not self.missing)
+    def call(self, layers: Sequence[int], window: int | None = None) -> None:
+        """Feed layers the pass that has begun. What there is no room for is dropped as a whole."""
+        num_tokens, counts = self.began
+        try:
+            for layer in layers:
+                self.pair.call(layer, num_tokens, counts=counts, window=window)
+        except OutOfPages:
+            self.undo()
+
+    def undo(self) -> None:
+        """Let the plain cache be what it was before the pass, which is dropped."""
+        self.before.called = self.pair.plain.called
+        self.pair.plain, self.missing = self.before, []
+        self.pair.check()
+
+    @precondition(lambda self: self.has_room)
     @rule(data=st.data(), window=st.one_of(st.none(), st.integers(1, 9)))
     def feed(self, data: st.DataObject, window: int | None) -> None:
         """A whole pass; layers after the first in any order."""
-        num_tokens, counts = self.begin(data)
-        if not num_tokens:
-            return
-        others = list(range(1, self.pair.cache.num_layers))
-        for layer in [0, *data.draw(st.permutations(others))]:
-            self.pair.call(layer, num_tokens, counts=counts, window=window)
+        self.before, self.began = copy.deepcopy(self.pair.plain), self.begin(data)
+        others = data.draw(st.permutations(range(1, self.pair.cache.num_layers)))
+        self.call([0, *others], window)
 
-    @precondition(lambda self: not self.missing and self.pair.cache.num_layers > 1)
+    @precondition(lambda self: self.has_room)
+    @rule(num_passes=st.integers(1, 5))
+    def decode(self, num_passes: int) -> None:
+        """Passes of one token in every row that has room."""
+        for _ in range(num_passes):
+            counts = [int(length < MAX_SEQ_LEN) for length in self.pair.plain.lengths]
+            if any(counts):
+                self.before, self.began = copy.deepcopy(self.pair.plain), (1, counts)
+                self.call(range(self.pair.cache.num_layers))
+
+    @precondition(lambda self: self.has_room and self.pair.cache.num_layers > 1)
     @rule(data=st.data())
     def break_off(self, data: st.DataObject) -> None:
         """A pass of which only some layers are called."""
-        before = copy.deepcopy(self.pair.plain)
-        num_tokens, counts = self.begin(data)
-        if not num_tokens:
-            return
+        self.before, self.began = copy.deepcopy(self.pair.plain), self.begin(data)
         num_layers = self.pair.cache.num_layers
         self.missing = data.draw(
             st.lists(st.integers(1, num_layers - 1), min_size=1, max_size=num_layers, unique=True)
         )
-        self.before, self.began = before, (num_tokens, counts)
-        for layer in range(num_layers):
-            if layer not in self.missing:
-                self.pair.call(layer, num_tokens, counts=counts)
+        self.call([layer for layer in range(num_layers) if layer not in self.missing])
 
     @precondition(lambda self: self.missing)
     @rule()
     def go_on(self) -> None:
         """The pass is finished after all."""
-        num_tokens, counts = self.began
-        for layer in self.missing:
-            self.pair.call(layer, num_tokens, counts=counts)
+        self.call(self.missing)
         self.missing = []
 
+    @precondition(lambda self: any(self.pair.plain.lengths))
     @rule()
     def roll_back(self) -> None:
         self.pair.cache.roll_back()
         if self.missing:
-            assert self.before is not None
-            called = self.pair.plain.called
-            self.pair.plain, self.missing = self.before, []
-            self.pair.plain.called = called
+            self.undo()
 
     @precondition(lambda self: not self.missing and any(self.pair.plain.lengths))
     @rule(data=st.data())
@@ -143,7 +158,6 @@ class PagedCacheMachine(RuleBasedStateMachine):
     @rule()
     def pop_the_unfinished_pass(self) -> None:
         """Or a refusal, after which it is unfinished still."""
-        assert self.before is not None
         asked = [
             now - then
             for now, then in zip(self.pair.plain.lengths, self.before.lengths, strict=True)
@@ -151,6 +165,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         if any(self.pair.popn(asked)):
             self.missing = []
 
+    @precondition(lambda self: any(self.pair.plain.lengths))
     @rule(data=st.data())
     def reset(self, data: st.DataObject) -> None:
         """The next pass may have another number of rows."""
@@ -163,27 +178,20 @@ class PagedCacheMachine(RuleBasedStateMachine):
             self.pair.cache.release()
             self.pair.plain.called.clear()
 
-    @rule(data=st.data(), off=st.sampled_from([-1, 1, 5]))
-    def out_of_order(self, data: st.DataObject, off: int) -> None:
-        """Refused, with nothing changed, which the next rules would notice."""
-        plain = self.pair.plain
-        row = data.draw(st.integers(0, plain.num_rows - 1))
-        pos = list(plain.lengths)
-        pos[row] += off
-        wrong = (OutOfOrder, InvalidRequest) if min(pos) < 0 else OutOfOrder
-        with pytest.raises(wrong):
-            self.pair.cache.attention(0, *self.pair.draw(1), pos, 1.0)
-        if self.pair.cache.num_layers > 1:
-            with pytest.raises((Conflict, InvalidRequest)):
-                self.pair.cache.attention(1, *self.pair.draw(2), pos, 1.0)
-
-    @precondition(lambda self: not self.missing)
-    @rule(more=st.integers(1, 20))
-    def too_long(self, more: int) -> None:
-        plain = self.pair.plain
-        tokens = self.pair.draw(MAX_SEQ_LEN - min(plain.lengths) + more)
+    @rule(data=st.data(), off=st.sampled_from([-1, 1, 5]), more=st.integers(1, 20))
+    def refuse(self, data: st.DataObject, off: int, more: int) -> None:
+        """Wrong positions and too many tokens change nothing, which the next rules would notice."""
+        pair, lengths = self.pair, self.pair.plain.lengths
+        pos = list(lengths)
+        pos[data.draw(st.integers(0, len(pos) - 1))] += off
+        with pytest.raises(InvalidRequest if min(pos) < 0 else OutOfOrder):
+            pair.cache.attention(0, *pair.draw(1), pos, 1.0)
+        if pair.cache.num_layers > 1:
+            with pytest.raises(InvalidRequest if min(pos) < 0 else Conflict):
+                pair.cache.attention(1, *pair.draw(2), pos, 1.0)
+        tokens = pair.draw(MAX_SEQ_LEN - min(lengths) + more)
         with pytest.raises(PositionOutOfRange):
-            self.pair.cache.attention(0, *tokens, plain.lengths, 1.0)
+            pair.cache.attention(0, *tokens, lengths, 1.0)
 
     @invariant()
     def counts_agree(self) -> None:
@@ -201,14 +209,17 @@ class PagedCacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_paged_cache(num_workers: int) -> None:
-    """Any sequence of calls; with two workers, whose pages do not suffice for one alone."""
-    with embedded_backend(num_workers=num_workers) as backend:
+@pytest.mark.parametrize(("num_workers", "memory_bytes"), [(1, 1 << 26), (3, 9_000)])
+def test_paged_cache(num_workers: int, memory_bytes: int) -> None:
+    """Any sequence of calls; also with little room, so that caches reach over several workers.
+
+    What there is no room for is dropped, as a whole pass.
+    """
+    with embedded_backend(num_workers=num_workers, memory_bytes=memory_bytes) as backend:
         backend.connect()
         run_state_machine_as_test(
             lambda: PagedCacheMachine(backend),
-            settings=settings(max_examples=60, stateful_step_count=25, deadline=None),
+            settings=settings(max_examples=50, stateful_step_count=40, deadline=None),
         )
 
 
