@@ -8,7 +8,6 @@ whose answer to undecodable ones would be INTERNAL.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,12 +23,12 @@ from kvservice.core.caller import Caller
 from kvservice.core.errors import (
     Code,
     DeadlineExceeded,
-    InternalError,
     InvalidRequest,
     KVServiceError,
     TooLarge,
 )
 from kvservice.core.recorder import MethodRecorder, RpcRecorder
+from kvservice.server.faults import explained
 from kvservice.server.peers import caller_of
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
 from kvservice.wire import status
@@ -311,9 +310,7 @@ class _Rpc:
             level = logging.ERROR if error.code in OURS else logging.INFO
             self._log(level, error.reason, error.message)
             return error
-        error_id = uuid.uuid4().hex[:16]
-        LOG.error("internal error id=%s in %s", error_id, self._method.name, exc_info=error)
-        return InternalError(f"internal error id={error_id}", error_id=error_id)
+        return explained(error, self._method.name)
 
     def fail(self, error: Exception) -> None:
         if isinstance(error, grpc.RpcError):  # the client has gone, or its deadline has passed

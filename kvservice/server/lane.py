@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -105,7 +106,7 @@ class LaneServer:
         host = f"[{self._advertised}]" if ":" in self._advertised else self._advertised
         self.addresses = (f"unix:{path}", f"{host}:{port}")
         for listener in self._listeners:
-            self._spawn(lambda listener=listener: self._accept(listener), "kvservice-lane-accept")
+            self._spawn(partial(self._accept, listener), "kvservice-lane-accept")
 
     def stop(self) -> None:
         """Close everything and wait for the threads to end."""
@@ -176,7 +177,7 @@ class LaneServer:
             if full:
                 connection.pipe.close()
                 continue
-            self._spawn(lambda c=connection: self._serve(c), "kvservice-lane")
+            self._spawn(partial(self._serve, connection), "kvservice-lane")
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         def run() -> None:
