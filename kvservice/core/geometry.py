@@ -86,7 +86,9 @@ class LayerGeometry:
             if not 1 <= value <= top:
                 raise InvalidRequest(f"{name} must be between 1 and {top}, got {value}")
         if not self.dtype.is_float:
-            raise InvalidRequest(f"keys and values must be of a float dtype, got {self.dtype.value}")
+            raise InvalidRequest(
+                f"keys and values must be of a float dtype, got {self.dtype.value}"
+            )
 
     @property
     def token_bytes(self) -> int:

@@ -66,12 +66,16 @@ class SessionSpec:
             raise InvalidRequest(
                 f"page_size must be between 1 and {MAX_PAGE_SIZE} tokens, got {self.page_size}"
             )
-        for name, value in (("max_tokens", self.max_tokens), ("reserve_tokens", self.reserve_tokens)):
+        for name, value in (
+            ("max_tokens", self.max_tokens),
+            ("reserve_tokens", self.reserve_tokens),
+        ):
             if value is not None and not 1 <= value <= MAX_TOKENS:
                 raise InvalidRequest(f"{name} must be between 1 and {MAX_TOKENS}, got {value}")
         if (self.max_tokens or MAX_TOKENS) < (self.reserve_tokens or 0):
             raise InvalidRequest(
-                f"reserve_tokens ({self.reserve_tokens}) must be at most max_tokens ({self.max_tokens})"
+                f"reserve_tokens ({self.reserve_tokens}) must be at most max_tokens "
+                f"({self.max_tokens})"
             )
         if not (math.isfinite(self.ttl_s) and MIN_TTL_S <= self.ttl_s <= MAX_TTL_S):
             raise InvalidRequest(
@@ -218,7 +222,7 @@ class WriteCall:
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """k and v [rows, kv_heads, stop - start, dim], zeros for holes; lengths of the layer per row."""
+    """k and v [rows, kv_heads, stop - start, dim], zeros for holes; the layer's lengths per row."""
 
     k: HostTensor
     v: HostTensor
