@@ -18,10 +18,10 @@ README = (ROOT / "README.md").read_text()
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def example(heading: str) -> str:
-    """Return the Python code under a heading."""
-    section = README.split(f"\n## {heading}\n", 1)[1]
-    return section.split("```python\n", 1)[1].split("```", 1)[0]
+def example(heading: str, number: int = 1) -> str:
+    """Return the Python code under a heading: its first block, or a later one."""
+    section = README.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return section.split("```python\n")[number].split("```", 1)[0]
 
 
 def run(*arguments: str) -> str:
@@ -44,6 +44,29 @@ def test_loop_example_runs() -> None:
     assert printed == "torch.Size([2, 8, 1, 64]) (15, 15) (20, 20)\n"
 
 
+def test_one_line_changes_in_a_decoder_of_ones_own() -> None:
+    """The example with both forms of the line gives equal outputs."""
+    assert run("-c", example("With a loop of your own", 2)) == "equal\n"
+
+
+@needs_model
+def test_a_prompt_is_shared_as_the_example_says() -> None:
+    """What is typed for a second decoder works where the first example ends."""
+    first = example("With a transformers model").replace(EXAMPLE_MODEL, str(model_folder()))
+    second = example("One prompt, many decoders")
+    indented = "".join(f"    {line}\n" for line in second.splitlines())
+    printed = run("-c", f"{first}{indented}    print(branch.get_seq_length())\n")
+    *_, session_id, length = printed.split()
+    assert len(session_id) == 36
+    assert int(length) > 0
+
+
+def model_folder() -> Path:
+    """Return where the model of the example is on this machine."""
+    cache = config.cache_directory()
+    return model.find_converted(cache) or model.convert(cache)
+
+
 @needs_model
 def test_transformers_example_runs() -> None:
     """The example for transformers answers, with the model of that name from this machine.
@@ -52,10 +75,7 @@ def test_transformers_example_runs() -> None:
     """
     code = example("With a transformers model")
     assert code.count(EXAMPLE_MODEL) == 1
-    folder = model.find_converted(config.cache_directory()) or model.convert(
-        config.cache_directory()
-    )
-    printed = run("-c", code.replace(EXAMPLE_MODEL, str(folder)))
+    printed = run("-c", code.replace(EXAMPLE_MODEL, str(model_folder())))
     assert printed.startswith("The capital of France is Paris")
 
 
