@@ -19,14 +19,14 @@ class Failing:
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self._next: list[tuple[str, KVServiceError, bool, int]] = []
+        self._next: list[tuple[str, type[KVServiceError], bool, int]] = []
         self.calls: list[str] = []
 
     def dial(self, address: str) -> Transport:
         return _Transport(self, self._dial(address))
 
     def fail(
-        self, method: str, error: KVServiceError, *, carried_out: bool, after: int = 0
+        self, method: str, error: type[KVServiceError], *, carried_out: bool, after: int = 0
     ) -> None:
         """Let one call of a method fail, after letting some through.
 
@@ -50,7 +50,7 @@ class Failing:
             del self._next[index]
             if carried_out:
                 call()
-            raise error
+            raise error("the call was made to fail")
         return call()
 
 

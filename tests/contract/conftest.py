@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from kvservice_client import Client
-from kvservice_client.testing import eventually
 from tests.backends import Backend, embedded_backend, grpc_backend
+from tests.caching import assert_all_released
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -48,7 +47,4 @@ def cache_client(backend: Backend, request: pytest.FixtureRequest) -> Iterator[C
     """A client whose caches free their pages by themselves, once nobody holds them."""
     yield backend.connect()
     request.node.funcargs.clear()  # pytest would hold on to caches that are fixtures
-    if backend.num_sessions():
-        gc.collect()  # an exception may hold on to what it went through
-    eventually(lambda: not backend.num_sessions())
-    assert backend.used_pages() == 0
+    assert_all_released(backend)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,24 +21,8 @@ from kvservice.core.errors import (
 from kvservice_client import Client, DynamicCache
 from kvservice_client.tensor_caches import Cache
 from tests.backends import embedded_backend
+from tests.caching import assert_same, contents, fails_without_change, lengths
 from tests.tokens import filled, random_states
-
-Contents = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def contents(cache: Any) -> Contents:
-    """Return copies of all tensors of a cache."""
-    return [(k.clone(), v.clone()) for k, v in cache]
-
-
-def assert_same(cache: Any, expected: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Check that a cache holds these tensors, bit for bit."""
-    assert len(cache) == len(expected)
-    for (k, v), (expected_k, expected_v) in zip(cache, expected, strict=True):
-        assert k.shape == expected_k.shape
-        assert v.shape == expected_v.shape
-        assert torch.equal(k, expected_k)
-        assert torch.equal(v, expected_v)
 
 
 def assert_survives(cache: DynamicCache, client: Client) -> DynamicCache:
@@ -48,25 +31,6 @@ def assert_survives(cache: DynamicCache, client: Client) -> DynamicCache:
     twin = DynamicCache.attach(cache.detach(), client=client)
     assert_same(twin, expected)
     return twin
-
-
-def lengths(cache: DynamicCache) -> list[int]:
-    return [cache.get_seq_length(layer) for layer in range(len(cache))]
-
-
-def state(cache: DynamicCache) -> tuple[Contents, list[int], int, str | None]:
-    return contents(cache), lengths(cache), cache.seen_tokens, cache.session_id
-
-
-def fails_without_change(
-    cache: DynamicCache, error: type[BaseException], call: Callable[[], object]
-) -> None:
-    """Check that a call raises, and that the cache is as before."""
-    before = state(cache)
-    with pytest.raises(error):
-        call()
-    assert_same(cache, before[0])
-    assert state(cache)[1:] == before[1:]
 
 
 @pytest.fixture
