@@ -60,7 +60,6 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         self.shared.ensure(key_states.shape[0])
         self.is_initialized = True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
