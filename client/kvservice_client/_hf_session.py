@@ -145,7 +145,7 @@ class SharedSession:
             )
         known = self.padding
         told = None if mask is None else mask.padding
-        if told is None:
+        if mask is None or told is None:
             if known is not None and known.any():
                 raise ValueError(
                     "the cache holds padding, so that every step needs the attention_mask that "
