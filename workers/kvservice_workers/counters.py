@@ -21,3 +21,13 @@ class Counters:
     appended_bytes: int = 0
     read_bytes: int = 0
     lease_expirations: int = 0
+
+    def count_pages(self, taken: int, evicted: int) -> None:
+        """Note pages that were taken, and pages that an eviction has freed."""
+        self.page_allocations += taken
+        self.page_frees["evict"] += evicted
+
+    def count_stored(self, num_tokens: int, num_bytes: int) -> None:
+        """Note tokens by which rows have grown, and bytes of k and v that were stored."""
+        self.appended_tokens += num_tokens
+        self.appended_bytes += num_bytes

@@ -45,6 +45,7 @@ from kvservice_workers.snapshot import (
 )
 from kvservice_workers.steady import SteadyStep
 from kvservice_workers.structure import Structure
+from kvservice_workers.token_access import TokenAccess
 
 __all__ = ["PageWorker", "WorkerConfig"]
 
@@ -74,6 +75,7 @@ class PageWorker:
         self._counters = Counters()
         self._promises = Promises(self._pools)
         self._structure = Structure(self._pools, self._promises, self._counters)
+        self._tokens = TokenAccess(self._lock, self._pools, self._counters)
         self._data = DataPath(
             self._lock, self._pools, self._counters, clock, recorder or NullRecorder()
         )
@@ -443,7 +445,7 @@ class PageWorker:
         with session.lock:
             session.check_open()
             try:
-                return self._counting_failures(lambda: self._data.write(session, call))
+                return self._counting_failures(lambda: self._tokens.write(session, call))
             finally:
                 self._renew(session)
 
@@ -460,7 +462,7 @@ class PageWorker:
         with session.lock:
             session.check_open()
             session.check_epoch(epoch)
-            return self._data.read(session, layer, start, stop)
+            return self._tokens.read(session, layer, start, stop)
 
     # -- questions
 
