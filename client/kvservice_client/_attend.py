@@ -137,8 +137,6 @@ class Attender:
             cause = find_room(mirror, self._links, max(step.counts))
             if cause is not None:
                 break
-            step.number = mirror.last_step + 1  # what the old tail has seen of the step is void
-            step.greeted.clear()
         assert error is not None
         self._fail(step, ask, parts, outcomes, error)
         raise error from cause

@@ -75,7 +75,13 @@ def adopt(
     for index, one in enumerate(told):
         extent = by_life.get((one.address, one.incarnation))
         if extent is None:
-            extent = Extent(one.address, one.incarnation, one.starts, one.stops, one.worker_id)
+            extent = Extent(
+                one.address,
+                one.incarnation,
+                one.starts or longest,
+                one.stops or longest,
+                one.worker_id,
+            )
             extent.knows_padding = index == 0 or any(map(int.__lt__, one.starts, one.stops))
         if len(told) - index > num_open and one.starts == one.stops:
             extent.starts = extent.stops = one.stops or (0,) * len(longest)

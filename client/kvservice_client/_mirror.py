@@ -57,8 +57,9 @@ class Step:
 class Mirror:
     """What is known of a session: rows, epoch, lengths by layer, padding, step, extents.
 
-    Lengths are positions, one past the newest token, padding included. Layers that have the same
-    lengths mostly share one tuple, so that comparing them costs nothing.
+    Lengths are positions, one past the newest token, padding included; layers that hold nothing
+    are not listed. Layers that have the same lengths mostly share one tuple, so that comparing
+    them costs nothing.
     """
 
     def __init__(self, info: SessionInfo) -> None:
@@ -151,11 +152,10 @@ class Mirror:
 
         An extent that is emptied becomes a spare, and the tail goes back.
         """
-        cuts: dict[Lengths, Lengths] = {}
-        for layer, lengths in self.lengths.items():
-            if lengths not in cuts:
-                cuts[lengths] = tuple(map(min, lengths, keep))
-            self.lengths[layer] = cuts[lengths]
+        cuts = {lengths: tuple(map(min, lengths, keep)) for lengths in self.lengths.values()}
+        self.lengths = {
+            layer: cuts[lengths] for layer, lengths in self.lengths.items() if any(cuts[lengths])
+        }
         self.padding = self.padding.cut(keep)
         self.extents = [extent for extent in self.extents if not extent.lost]
         self.spares = [extent for extent in self.spares if not extent.lost]
@@ -185,11 +185,12 @@ class Mirror:
 
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i be old row rows[i]."""
-        picked: dict[Lengths, Lengths] = {}
-        for layer, lengths in self.lengths.items():
-            if lengths not in picked:
-                picked[lengths] = tuple(lengths[row] for row in rows)
-            self.lengths[layer] = picked[lengths]
+        picked = {lengths: tuple(lengths[row] for row in rows) for lengths in self.lengths.values()}
+        self.lengths = {
+            layer: picked[lengths]
+            for layer, lengths in self.lengths.items()
+            if any(picked[lengths])
+        }
         self.padding = self.padding.select(rows)
         for extent in (*self.extents, *self.spares):
             extent.select(rows)

@@ -153,7 +153,8 @@ class DenseSession:
     def pop(self, num_tokens: int | None = None, *, keep: Any = None) -> None:
         """As `Session.pop`."""
         longest = [
-            max(self.lengths(layer)[row] for layer in self._k) for row in range(self.num_rows)
+            max((self.lengths(layer)[row] for layer in self._k), default=0)
+            for row in range(self.num_rows)
         ]
         if num_tokens is not None:
             keep = [max(0, length - num_tokens) for length in longest]

@@ -126,6 +126,22 @@ def test_select_takes_padding_along(open_driver: Callable[..., Driver], spread: 
 
 
 @SPREADS
+def test_pop_forgets_padding(open_driver: Callable[..., Driver], spread: int) -> None:
+    """Where padding was popped, tokens may follow."""
+    driver = open_driver(spread)
+    padding = np.array([[True] * 4, [False] * 3 + [True]])
+    driver.step(4, padding=padding)
+    driver.pop(keep=13)
+    whole = np.zeros((2, 16), np.bool_)
+    whole[0, 12] = True  # what is left of it
+    outs = driver.step(3, padding=whole)
+    assert outs[0][:, :, 0].all()
+    driver.pop(keep=[9, 13])
+    driver.step(2, padding=np.zeros((2, 2), np.bool_))
+    driver.check_stored()
+
+
+@SPREADS
 def test_fork(open_driver: Callable[..., Driver], spread: int) -> None:
     """Parent and child share a past, and see nothing of each other afterwards."""
     parent = open_driver(spread)

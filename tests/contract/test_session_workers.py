@@ -209,11 +209,12 @@ def test_a_short_prompt_of_a_spread_session_grows(start: Start) -> None:
     """Workers that got none of a short prompt are there when they are needed."""
     backend = start(num_workers=2, memory_bytes=24 * PAGE_BYTES)
     driver = Driver.open(backend.connect(), layers=LAYERS, page_size=4, spread=2)
-    driver.step(3)
+    driver.step(3, padding=np.array([[True, True, False], [False] * 3]))
     backend.beat()
     while num_workers(driver) == 1:
         driver.step()
-    driver.step(3)
+    for _ in range(3):  # the second worker counts chunks from the end of the first one's padding
+        driver.step(mask="chunk", chunk=25)
     driver.check_stored()
 
 
