@@ -214,6 +214,8 @@ def connect(
         Unavailable: Nobody answers there.
         NotFound: Somebody does, but not a kvservice.
     """
+    if not address:
+        raise InvalidRequest("the address is empty; say host:port, or unix:PATH")
     clock = SystemClock()
     watchdog = Watchdog(clock)
     config = replace(config or ClientConfig(), timeout_s=timeout_s)

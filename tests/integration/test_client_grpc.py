@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 import subprocess
 import sys
@@ -9,12 +10,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health, health_pb2_grpc
 
 from kvservice.clock import SystemClock
@@ -28,7 +34,10 @@ from kvservice_client import (
     ClientConfig,
     DeadlineExceeded,
     InternalError,
+    InvalidRequest,
     NotFound,
+    PagesLost,
+    Tls,
     Unavailable,
     connect,
 )
@@ -70,9 +79,13 @@ class Running:
 
 @contextmanager
 def lone_worker(
-    limits: ServerLimits | None = None, *, host: str = "127.0.0.1", unix: Path | None = None
+    limits: ServerLimits | None = None,
+    *,
+    host: str = "127.0.0.1",
+    unix: Path | None = None,
+    credentials: Any = None,
 ) -> Iterator[Running]:
-    server = GrpcServer(limits)
+    server = GrpcServer(limits, credentials=credentials)
     if unix is None:
         port = server.listen(host, 0)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -220,6 +233,8 @@ def test_connect_finds_what_is_there() -> None:
 
 def test_connect_to_nobody() -> None:
     """Nobody there is an error in time, that names the address."""
+    with pytest.raises(InvalidRequest, match="empty"):
+        connect("")
     started = SystemClock().monotonic()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         connect("127.0.0.1:1", timeout_s=0.5)
@@ -264,6 +279,93 @@ def test_a_token_is_presented() -> None:
             connect(address, token="s3cret")
         assert witness.seen
         assert all(seen["authorization"] == "Bearer s3cret" for _, seen in witness.seen)
+
+
+@contextmanager
+def a_certificate(folder: Path, name: str) -> Iterator[tuple[Path, Path]]:
+    """A self-signed certificate of a name, and its key, as files."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.fromtimestamp(SystemClock().time(), datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    cert_file, key_file = folder / f"{name}.crt", folder / f"{name}.key"
+    cert_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    key_file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    yield cert_file, key_file
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    """With certificates on both sides; without the client's own nobody is let in."""
+    with (
+        a_certificate(tmp_path, "worker.test") as (cert, key),
+        a_certificate(tmp_path, "client.test") as (mine, my_key),
+    ):
+        credentials = grpc.ssl_server_credentials(
+            [(key.read_bytes(), cert.read_bytes())], mine.read_bytes(), require_client_auth=True
+        )
+        tls = Tls(
+            ca_file=str(cert), cert_file=str(mine), key_file=str(my_key), server_name="worker.test"
+        )
+        with lone_worker(credentials=credentials) as running:
+            with connect(running.address, tls=tls) as client:
+                driver = Driver.open(client)
+                driver.step(3)
+                driver.step()
+            for wrong in (None, replace(tls, cert_file=None, key_file=None)):
+                with pytest.raises(Unavailable):
+                    connect(running.address, tls=wrong, timeout_s=0.3)
+
+
+FROZEN = """
+import sys
+from kvservice.config import WorkerSettings
+from kvservice.runtime.worker import WorkerServer
+with WorkerServer(WorkerSettings(worker_id="w", budget_bytes=1 << 24)) as server:
+    print(server.address, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lane", [False, True], ids=["grpc", "lane"])
+@pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])
+def test_a_worker_that_freezes_or_dies(lane: bool, what: str) -> None:
+    """Within the detection time its sessions are told that their pages are lost."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FROZEN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        with connect(process.stdout.readline().strip(), lane=lane) as client:
+            driver = Driver.open(client, num_layers=1)
+            driver.step(3)
+            process.send_signal(getattr(signal, what))
+            started = SystemClock().monotonic()
+            with pytest.raises(PagesLost) as failure:
+                driver.session.attend(0, *driver.tokens(1))
+            assert failure.value.metadata == {"from_position": "0"}
+            assert 3.0 < SystemClock().monotonic() - started < 8.0
+            process.kill()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 LEAVING = """
