@@ -117,8 +117,14 @@ class Directory:
         changed: Iterable[tuple[SessionKey, float]],
         ended: Iterable[SessionKey],
         now: float,
+        *,
+        expired: Iterable[SessionKey] = (),
     ) -> None:
         """Note what has changed on a worker.
+
+        Args:
+            ended: Sessions that were released there.
+            expired: Sessions whose lease was over there.
 
         Raises:
             StaleWorker: Another incarnation is registered, or none. Nothing has changed.
@@ -129,6 +135,8 @@ class Directory:
         worker.record, worker.heard_at, worker.cut_off = record, now, False
         for key in ended:
             self.end(key, record.worker_id)
+        for key in expired:
+            self.expire(key, record.worker_id, now)
         # After those that have ended: one that is in both has ended and begun again.
         for key, ttl_s in changed:
             self.note(key, record.worker_id, ttl_s)
@@ -163,7 +171,7 @@ class Directory:
             self._holders.setdefault(key, {})[worker_id] = None
 
     def end(self, key: SessionKey, worker_id: str) -> None:
-        """Note that a worker does not hold a session any more: it was released, or has expired.
+        """Note that a worker does not hold a session any more.
 
         With its last part the session has ended, whatever of it was lost before.
         """
@@ -171,6 +179,14 @@ class Directory:
             self._forget(key, worker_id)
             if key not in self._holders:
                 self.settle(key)
+
+    def expire(self, key: SessionKey, worker_id: str, now: float) -> None:
+        """Note that a session's lease was over on a worker. What other workers still hold of it is
+        not all of it: that part is lost, as if the worker had died."""
+        ttl_s = self._workers[worker_id].sessions.get(key)
+        self.end(key, worker_id)
+        if ttl_s is not None and key in self._holders:
+            self._lose(key, ttl_s, now)
 
     def holders(self, key: SessionKey) -> list[str]:
         """Return the workers that hold a session, in the order in which they came to it."""

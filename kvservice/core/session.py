@@ -121,6 +121,15 @@ class SessionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedSession:
+    """A session that a worker does not hold any more: released, or `expired`."""
+
+    tenant: str
+    session_id: str
+    expired: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RowRange:
     """Positions [start, stop) of one row."""
 

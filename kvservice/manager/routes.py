@@ -122,6 +122,7 @@ class Routes:
         changed: Iterable[tuple[SessionKey, float]],
         ended: Iterable[SessionKey],
         *,
+        expired: Iterable[SessionKey],
         first: bool,
     ) -> None:
         """Take a heartbeat; the first of a stream registers. Raises StaleWorker."""
@@ -130,7 +131,7 @@ class Routes:
             if first:
                 self._directory.register(record, changed, now)
             else:
-                self._directory.heartbeat(record, changed, ended, now)
+                self._directory.heartbeat(record, changed, ended, now, expired=expired)
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         with self._lock:

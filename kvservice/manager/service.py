@@ -300,7 +300,8 @@ class PageManager:
         self._routes.heartbeat(
             convert.record_from_pb(request.worker),
             [convert.report_from_pb(report) for report in request.sessions],
-            [(report.tenant, report.session.session_id) for report in request.ended_sessions],
+            [_key(report) for report in request.ended_sessions if not report.expired],
+            expired=[_key(report) for report in request.ended_sessions if report.expired],
             first=first,
         )
         return manager_pb2.HeartbeatResponse(manager_incarnation=self.incarnation)
@@ -336,3 +337,7 @@ def _check_lengths(parts: Sequence[Part], expected: tuple[int, ...]) -> None:
             f"expected_lengths are {list(expected)}, stored are {list(stored)}",
             lengths=",".join(map(str, stored)),
         )
+
+
+def _key(report: manager_pb2.SessionReport) -> tuple[str, str]:
+    return report.tenant, report.session.session_id

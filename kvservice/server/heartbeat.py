@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-from kvservice.core.session import SessionInfo, WorkerStats
+from kvservice.core.session import EndedSession, SessionInfo, WorkerStats
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 
@@ -20,7 +20,7 @@ class Reporting(Protocol):
 
     def changes_since(
         self, cursor: int
-    ) -> tuple[int, list[tuple[str, SessionInfo]], list[tuple[str, str]]]: ...
+    ) -> tuple[int, list[tuple[str, SessionInfo]], list[EndedSession]]: ...
 
 
 class HeartbeatSource:
@@ -40,7 +40,7 @@ class HeartbeatSource:
         self._cursor, changed, ended = self._worker.changes_since(self._cursor)
         worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
-        ends = [_ended(tenant, session_id) for tenant, session_id in ended]
+        ends = [_ended(one) for one in ended]
         yield manager_pb2.HeartbeatRequest(
             worker=worker, sessions=reports[:MAX_SESSIONS], ended_sessions=ends
         )
@@ -49,6 +49,6 @@ class HeartbeatSource:
             yield manager_pb2.HeartbeatRequest(worker=worker, sessions=more)
 
 
-def _ended(tenant: str, session_id: str) -> manager_pb2.SessionReport:
-    session = types_pb2.Session(session_id=session_id)
-    return manager_pb2.SessionReport(tenant=tenant, session=session)
+def _ended(ended: EndedSession) -> manager_pb2.SessionReport:
+    session = types_pb2.Session(session_id=ended.session_id)
+    return manager_pb2.SessionReport(tenant=ended.tenant, session=session, expired=ended.expired)

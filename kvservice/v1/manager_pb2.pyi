@@ -80,12 +80,14 @@ class MoveSessionResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ...) -> None: ...
 
 class SessionReport(_message.Message):
-    __slots__ = ("tenant", "session")
+    __slots__ = ("tenant", "session", "expired")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session: _types_pb2.Session
-    def __init__(self, tenant: _Optional[str] = ..., session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ...) -> None: ...
+    expired: bool
+    def __init__(self, tenant: _Optional[str] = ..., session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ..., expired: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("worker", "sessions", "ended_sessions")

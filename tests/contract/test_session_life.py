@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from kvservice.clock import ManualClock
+from kvservice.core.caller import ANONYMOUS
 from kvservice_client import (
     Client,
     ClientConfig,
     InvalidRequest,
+    PagesLost,
     PositionOutOfRange,
     SessionNotFound,
     StaleEpoch,
@@ -197,6 +199,30 @@ def test_leases_end(start: Start) -> None:
     assert (backend.num_sessions(), backend.used_pages()) == (0, 0)
     with pytest.raises(SessionNotFound):
         driver.session.attend(0, *driver.tokens(1))
+    driver.session.release()
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_a_part_whose_lease_is_over_is_a_loss(start: Start, first_to_go: int) -> None:
+    """What another worker still holds is no whole session, and is never taken for one."""
+    clock = ManualClock()
+    backend = start(num_workers=2, clock=clock)
+    driver = Driver.open(backend.connect(), ttl_s=30.0, spread=2, page_size=4)
+    driver.step(16)
+    assert all(len(worker.list_sessions(None)) == 1 for worker in backend.workers)
+    clock.advance(29.0)
+    kept = backend.workers[1 - first_to_go]
+    assert kept.renew(ANONYMOUS.tenant, [driver.session.id]) == []
+    clock.advance(2.0)
+    backend.workers[first_to_go].expire()
+    backend.beat()
+    with pytest.raises(PagesLost):
+        backend.connect().attach(driver.session.id)
+    clock.advance(31.0)
+    kept.expire()
+    backend.beat()
+    with pytest.raises(SessionNotFound):
+        backend.connect().attach(driver.session.id)
     driver.session.release()
 
 

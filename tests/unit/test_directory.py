@@ -204,3 +204,24 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+def test_a_part_that_has_expired_makes_the_rest_incomplete(directory: Directory) -> None:
+    """What is left is no whole session, until its client has cut it to that, or all has ended."""
+    directory.heartbeat(record("w1"), [], [], 1.0, expired=[A])
+    assert directory.holders(A) == ["w0"]
+    assert directory.is_incomplete(A, 3, 1.5)
+    directory.check()
+    assert not directory.is_incomplete(A, 4, 1.6), "the client has dealt with it"
+    directory.note(A, "w1", TTL_S)
+    directory.heartbeat(record("w1"), [], [], 2.0, expired=[A, B])
+    directory.heartbeat(record("w0"), [], [], 2.1, expired=[A])
+    assert not directory.is_incomplete(A, None, 2.2), "nothing is left to resume"
+    directory.check()
+
+
+def test_a_part_that_was_released_leaves_a_whole_session(directory: Directory) -> None:
+    """The tail has gone back: its worker gives up what it held."""
+    directory.heartbeat(record("w1"), [], [A], 1.0)
+    assert directory.holders(A) == ["w0"]
+    assert not directory.is_incomplete(A, 3, 1.5)

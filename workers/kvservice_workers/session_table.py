@@ -8,6 +8,7 @@ from collections.abc import Collection, Hashable
 from kvservice.clock import Clock
 from kvservice.core.errors import AlreadyExists
 from kvservice.core.lease import LeaseTable
+from kvservice.core.session import EndedSession
 from kvservice_workers.session_state import SessionKey, WorkerSession, session_not_found
 
 # Ended sessions that heartbeats can still report.
@@ -28,7 +29,7 @@ class SessionTable:
         self._leases: LeaseTable[SessionKey] = LeaseTable()
         self._serial = 0
         self._changed: dict[SessionKey, int] = {}  # oldest first
-        self._ended: deque[tuple[int, SessionKey]] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[tuple[int, EndedSession]] = deque(maxlen=MAX_ENDED)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -84,14 +85,14 @@ class SessionTable:
         self._leases.grant(session.key, self._clock.monotonic() + session.ttl_s)
         self.changed(session)
 
-    def remove(self, session: WorkerSession) -> None:
-        """End a session."""
+    def remove(self, session: WorkerSession, *, expired: bool) -> None:
+        """End a session, because its lease was over, or somebody wants it."""
         session.closed = True
         del self._sessions[session.key]
         self._leases.revoke(session.key)
         del self._changed[session.key]
         self._serial += 1
-        self._ended.append((self._serial, session.key))
+        self._ended.append((self._serial, EndedSession(*session.key, expired)))
 
     def expired(self) -> list[WorkerSession]:
         """Return the sessions whose lease is over."""
@@ -107,14 +108,14 @@ class SessionTable:
         self._changed.pop(session.key, None)
         self._changed[session.key] = self._serial
 
-    def changes_since(self, cursor: int) -> tuple[int, list[WorkerSession], list[SessionKey]]:
+    def changes_since(self, cursor: int) -> tuple[int, list[WorkerSession], list[EndedSession]]:
         """Return a new cursor, the sessions changed since the old one, and those ended since."""
         changed = []
         for key in reversed(self._changed):
             if self._changed[key] <= cursor:
                 break
             changed.append(self._sessions[key])
-        ended = [key for serial, key in self._ended if serial > cursor]
+        ended = [one for serial, one in self._ended if serial > cursor]
         return self._serial, changed[::-1], ended
 
     def check(self) -> None:

@@ -24,6 +24,7 @@ from kvservice.core.session import (
     MAX_TOKENS,
     AttendCall,
     AttendResult,
+    EndedSession,
     ReadResult,
     SessionInfo,
     SessionSpec,
@@ -488,7 +489,7 @@ class PageWorker:
 
     def changes_since(
         self, cursor: int
-    ) -> tuple[int, list[tuple[str, SessionInfo]], list[tuple[str, str]]]:
+    ) -> tuple[int, list[tuple[str, SessionInfo]], list[EndedSession]]:
         """Return what heartbeats report: a new cursor, changed sessions, and ended ones.
 
         Opening, ending and structural changes count; appended tokens do not.
@@ -541,7 +542,7 @@ class PageWorker:
 
     def _remove(self, session: WorkerSession, reason: str) -> None:
         self._structure.free(session, reason)
-        self._sessions.remove(session)
+        self._sessions.remove(session, expired=reason == "lease_expired")
 
     def _is_repeat(self, session: WorkerSession, epoch: int, change: Hashable) -> bool:
         """Return whether a structural change has been applied already.
