@@ -44,6 +44,7 @@ class Backend:
     kill: Callable[[int], None]
     restart: Callable[[int], None]
     beat: Callable[[], None]
+    manager: PageManager
     clients: list[Client] = field(default_factory=list)
 
     def connect(
@@ -70,6 +71,11 @@ class Backend:
             for index, worker in enumerate(self.workers)
             if worker.config.worker_id == worker_id
         )
+
+    def bury(self, index: int) -> None:
+        """Tell the manager that a worker is known to be dead."""
+        config = self.workers[index].config
+        self.manager.worker_died(config.worker_id, config.incarnation)
 
     def used_pages(self) -> int:
         return sum(
@@ -132,7 +138,14 @@ def embedded_backend(
 
     service.start()
     backend = Backend(
-        MANAGER_ADDRESS, service.dial, service.workers, service.clock, kill, restart, beat
+        MANAGER_ADDRESS,
+        service.dial,
+        service.workers,
+        service.clock,
+        kill,
+        restart,
+        beat,
+        service.manager,
     )
     try:
         yield backend
@@ -206,7 +219,7 @@ def grpc_backend(
         asked_at = manager._clock.monotonic()
         eventually(lambda: all(view.heard_at > asked_at for view in manager.workers()))
 
-    backend = Backend(front, dial, workers, clock, kill, restart, beat)
+    backend = Backend(front, dial, workers, clock, kill, restart, beat, manager)
     try:
         eventually(lambda: len(manager.workers()) == num_workers)
         yield backend

@@ -20,7 +20,7 @@ from kvservice.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from kvservice.v1 import types_pb2, worker_pb2
+from kvservice.v1 import manager_pb2, types_pb2, worker_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import WORKER
 from kvservice_client._connections import FRONT, Connections
@@ -32,6 +32,9 @@ from kvservice_client._transport import AttendStream
 
 OUTCOME_UNKNOWN: Final = (PagesLost, Unavailable, DeadlineExceeded, InternalError)
 """After these it is not known whether a call was carried out. The worst comes first."""
+
+ASK_TIMEOUT_S: Final = 0.5
+"""How long the manager may think about whether a worker is dead."""
 
 T = TypeVar("T")
 AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
@@ -129,7 +132,10 @@ class Links:
         connections = self.connections
         try:
             result = connections.retrier.run(
-                attempt, connections.config.timeout_s, connections.detection
+                attempt,
+                connections.config.timeout_s,
+                connections.detection,
+                lambda: self._is_known_dead(extent),
             )
         except (ServerDead, StaleWorker) as error:
             extent.lost = True
@@ -144,6 +150,21 @@ class Links:
             raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
         self.lease.renewed(connections.clock.monotonic())
         return result
+
+    def _is_known_dead(self, extent: Extent) -> bool:
+        """Ask the manager, which may know sooner than we can tell."""
+        if self.connections.lone_worker:
+            return False
+        try:
+            request = manager_pb2.ListWorkersRequest()
+            workers = self.ask_front("ListWorkers", request, timeout_s=ASK_TIMEOUT_S).workers
+        except KVServiceError:
+            return False
+        mine = [one for one in workers if one.worker_id == extent.worker_id]
+        return any(
+            one.incarnation != extent.incarnation or one.state == manager_pb2.WORKER_STATE_DEAD
+            for one in mine
+        )
 
     def _lost(self, extent: Extent) -> KVServiceError:
         if self._mirror.find_lost() is None:  # a spare: nothing was there

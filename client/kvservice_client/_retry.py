@@ -78,15 +78,23 @@ class Retrier:
         self._policy = policy if policy is not None else RetryPolicy()
         self._closed = threading.Event()
 
-    def run(self, attempt: Attempt[T], timeout_s: float, detection: Detection | None = None) -> T:
+    def run(
+        self,
+        attempt: Attempt[T],
+        timeout_s: float,
+        detection: Detection | None = None,
+        known_dead: Callable[[], bool] | None = None,
+    ) -> T:
         """Return what `attempt` returns, trying again while nobody answers.
 
         Args:
             timeout_s: For all tries together.
             detection: When to give up before that. None: never.
+            known_dead: Asked after each failed try but the first: whether somebody knows that the
+                server is dead. Must not raise, nor take long.
 
         Raises:
-            ServerDead: Nobody has answered for the detection time.
+            ServerDead: Nobody has answered for the detection time, or it is known to be dead.
             Unavailable, Overloaded: Nobody has answered within `timeout_s`.
             DeadlineExceeded: The answer to the only try did not come in time.
         """
@@ -109,7 +117,9 @@ class Retrier:
                 failure = error
             now = self._clock.monotonic()
             tries.failed(failure, began, now)
-            if tries.num_failures > 1 and now >= tries.give_up_at:
+            if tries.num_failures > 1 and (
+                now >= tries.give_up_at or (known_dead is not None and known_dead())
+            ):
                 raise ServerDead(str(failure)) from failure
             delay_s = self._policy.delay_s(tries.num_failures, self._rng)
             if now + delay_s >= deadline or self._clock.wait(self._closed, delay_s):

@@ -233,6 +233,26 @@ def test_a_dead_worker(start: Start, restarted: bool) -> None:
         backend.restart(index)
 
 
+def test_a_worker_that_the_manager_knows_to_be_dead(start: Start) -> None:
+    """Its sessions need not wait until the connection has been silent for long."""
+    backend = start(num_workers=2)
+    client = backend.connect(config=ClientConfig(timeout_s=30.0, detection_s=25.0))
+    driver = Driver.open(client, page_size=4)
+    driver.step(9)
+    (stats,) = driver.session.page_stats()
+    index = backend.index_of(stats.worker_id)
+    backend.kill(index)
+    backend.bury(index)
+    started = backend.clock.monotonic()
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    assert backend.clock.monotonic() - started < 5.0
+    driver.pop(keep=0)
+    driver.step(3)
+    driver.check_stored()
+    backend.restart(index)
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_one_of_two_dead_workers(start: Start, dead: int) -> None:
     """What the other one holds below stays; what lies above is fed again."""

@@ -140,6 +140,25 @@ def test_long_work_is_not_held_against_a_server() -> None:
     assert retrier(clock).run(server, 300.0, DETECTION) == "answer"
 
 
+def test_somebody_knows_that_it_is_dead() -> None:
+    """Then nobody waits for the detection time; a single failed try asks nobody."""
+    clock = WaitingClock()
+    started = clock.monotonic()
+    asked: list[float] = []
+
+    def known_dead() -> bool:
+        asked.append(clock.monotonic())
+        return len(asked) == 2
+
+    server = Server(clock, [Unavailable("x")])
+    assert retrier(clock).run(server, 60.0, DETECTION, known_dead) == "answer"
+    assert not asked
+    server = Server(clock, [Unavailable("x")] * 1000)
+    with pytest.raises(ServerDead):
+        retrier(clock).run(server, 60.0, DETECTION, known_dead)
+    assert clock.monotonic() - started < 0.5
+
+
 def test_a_detection_longer_than_the_deadline() -> None:
     """Until a server counts as dead, what surfaces can be retried by the caller."""
     clock = WaitingClock()
