@@ -52,7 +52,8 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
     Raises:
         ValueError: An unknown mode, or a config with layers whose state is not keys and values.
 
-    One owner: as with any cache, one generation at a time may use it.
+    One owner: as with any cache, one generation at a time may use it, and `generate` appends to
+    the cache that it is given. To keep a prompt, hand out `copy.deepcopy(cache)` or `fork_from`.
     """
 
     def __init__(

@@ -73,7 +73,7 @@ def cluster() -> Iterator[Client]:
             running.callback(worker.terminate)
         client = running.enter_context(connect(manager.address))
         clock = SystemClock()
-        deadline = clock.monotonic() + 60.0
+        deadline = clock.monotonic() + 110.0
         while len(client.list_workers()) < 2:
             assert clock.monotonic() < deadline, "the workers have not registered"
             clock.wait(threading.Event(), 0.05)

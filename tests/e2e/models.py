@@ -79,6 +79,7 @@ def _gpt_oss() -> Any:
         layer_types=_ALTERNATING,
         num_local_experts=4,
         num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
 
 
