@@ -32,6 +32,8 @@ _BY_TORCH: Final = {f"torch.{ours.value}": ours for ours in DType}
 
 
 class Library(Enum):
+    """Whose arrays there are."""
+
     NUMPY = "numpy"
     TORCH = "torch"
     JAX = "jax"

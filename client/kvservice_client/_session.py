@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvservice.core.errors import InvalidRequest, PositionOutOfRange, SessionNotFound
+from kvservice.core.errors import (
+    InvalidRequest,
+    KVServiceError,
+    PositionOutOfRange,
+    SessionNotFound,
+)
 from kvservice.core.session import WorkerStats
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
@@ -390,7 +395,11 @@ class Session:
     # -- the end
 
     def release(self) -> None:
-        """Free the session now. It cannot be used afterwards; again is no error."""
+        """Free the session now. It cannot be used afterwards; again is no error.
+
+        Raises:
+            WorkerLost: A worker does not answer; what it holds goes when the lease ends.
+        """
         with self._lock:
             if not self._end():
                 return
@@ -399,8 +408,15 @@ class Session:
             if self._lease.taken:
                 return
             request = types_pb2.ReleaseRequest(session_ids=[self.id])
+            failures: list[KVServiceError] = []
             for extent in self._mirror.everywhere:
-                self._links.unary(extent, "Release", request)
+                try:
+                    self._links.unary(extent, "Release", request)
+                except KVServiceError as error:
+                    if not extent.lost:  # with a dead worker its pages are gone
+                        failures.append(error)
+            if failures:
+                raise failures[0]
 
     def detach(self) -> str:
         """Let go of the session without releasing it; it lives on until its lease ends.

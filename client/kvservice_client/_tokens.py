@@ -23,6 +23,7 @@ from kvservice_client._padding import Padding
 from kvservice_client._room import find_room
 
 Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 
 
 @dataclass(slots=True)
@@ -108,40 +109,39 @@ class TokenAccess:
     def read(self, layer: int, start: int, stop: int, kind: Kind) -> tuple[Any, Any]:
         """Return K and V of positions [start, stop) of every row, put together from all workers."""
         mirror = self._mirror
+        if len(mirror.extents) == 1:
+            result = self._read_from(mirror.tail, layer, start, stop)
+            dtype = dtype_from_pb(result.k.dtype, "k")
+            k, v = tensor_data(result.k, dtype), tensor_data(result.v, dtype)
+        else:
+            k, v, dtype = self._read_from_all(layer, start, stop)
+        return from_host(k, dtype, kind), from_host(v, dtype, kind)
+
+    def _read_from_all(self, layer: int, start: int, stop: int) -> tuple[Array, Array, DType]:
+        mirror = self._mirror
         lengths = mirror.layer_lengths(layer)
-        k: npt.NDArray[Any] | None = None
-        v: npt.NDArray[Any] | None = None
+        whole: tuple[Array, Array] | None = None
         dtype = DType.FLOAT32
         for extent in mirror.extents:
-            starts = extent.starts
             stops = tuple(map(min, lengths, mirror.stops_of(extent)))
-            first, last = max(start, min(starts)), min(stop, max(stops))
-            if len(mirror.extents) > 1 and (
-                first >= last or not any(map(int.__lt__, starts, stops))
-            ):
+            first, last = max(start, min(extent.starts)), min(stop, max(stops))
+            if first >= last or not any(map(int.__lt__, extent.starts, stops)):
                 continue
-            if len(mirror.extents) == 1:
-                first, last = start, stop
             result = self._read_from(extent, layer, first, last)
             dtype = dtype_from_pb(result.k.dtype, "k")
-            got_k, got_v = tensor_data(result.k, dtype), tensor_data(result.v, dtype)
-            if len(mirror.extents) == 1:
-                k, v = got_k, got_v
-                break
-            if k is None or v is None:
-                k, v = _blank(got_k, stop - start), _blank(got_v, stop - start)
-            for row, (begin, end) in enumerate(zip(starts, stops, strict=True)):
+            part = tensor_data(result.k, dtype), tensor_data(result.v, dtype)
+            if whole is None:
+                whole = _blank(part[0], stop - start), _blank(part[1], stop - start)
+            # Rows may begin and end unevenly: of each, what this worker holds.
+            for row, (begin, end) in enumerate(zip(extent.starts, stops, strict=True)):
                 begin, end = max(begin, first), min(end, last)
                 if begin < end:
-                    k[row, :, begin - start : end - start] = got_k[
-                        row, :, begin - first : end - first
-                    ]
-                    v[row, :, begin - start : end - start] = got_v[
-                        row, :, begin - first : end - first
-                    ]
-        if k is None or v is None:
+                    for into, out_of in zip(whole, part, strict=True):
+                        here = slice(begin - start, end - start)
+                        into[row, :, here] = out_of[row, :, begin - first : end - first]
+        if whole is None:
             raise InvalidRequest(f"layer {layer} has stored nothing in [{start}, {stop})")
-        return from_host(k, dtype, kind), from_host(v, dtype, kind)
+        return *whole, dtype
 
     # -- one worker each
 

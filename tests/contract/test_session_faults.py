@@ -318,6 +318,18 @@ def test_a_reset_after_a_loss(start: Start) -> None:
     backend.restart(index)
 
 
+def test_a_release_after_a_death(start: Start) -> None:
+    """What the others hold is freed; nobody minds the dead."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), page_size=4, spread=2)
+    driver.step(13)
+    index = backend.index_of(driver.session._mirror.extents[0].worker_id)
+    backend.kill(index)
+    driver.session.release()
+    assert backend.workers[1 - index].stats().num_sessions == 0
+    backend.restart(index)
+
+
 def test_a_cut_that_heals(start: Start) -> None:
     """A worker that is away for less than the detection time has never been away."""
     backend = start()
