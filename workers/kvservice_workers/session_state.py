@@ -193,7 +193,9 @@ class WorkerSession:
         """
         if self.targets is None:
             return 0
-        reached = max(num_entries, self.start_of(row) // group.page_size)
+        # A table that begins above the promise, or was evicted empty, needs no pages below.
+        gone = max(self.start_of(row), group.evicted[row]) // group.page_size
+        reached = max(num_entries, gone)
         pages = cdiv(self.targets[row], group.page_size) - reached
         return max(0, pages) + (1 if tail_shared else 0)
 
