@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from kvservice.core.errors import InvalidRequest, KVServiceError, SessionNotFound
+from kvservice.core.errors import Conflict, InvalidRequest, KVServiceError, SessionNotFound
 from kvservice.core.geometry import cdiv
 from kvservice_client._ask import Lengths
 from kvservice_client._client import Client
@@ -22,7 +22,6 @@ class PagedState:
 
     Attributes:
         session: None before the first call, and after `release`.
-        pass_start: Per row: the length at which the last pass began, or the length after a cut.
         materialized: Layers without a window that were called.
         pages_materialized: See `PageStats`.
     """
@@ -43,10 +42,12 @@ class PagedState:
         self._page_size = page_size
         self._rollback = rollback
         self.session: Session | None = None
-        self.pass_start: Lengths = ()
         self.materialized: set[int] = set()
         self.pages_materialized = 0
-        # The greatest length of each row so far, that of the pass in progress excepted.
+        # Where the last pass began, or what is left of that; and whether it can go on.
+        self._pass_start: Lengths = ()
+        self._in_pass = False
+        # The greatest length that each row had before it was cut.
         self._peak: Lengths = ()
         # A cut that comes before anything else; until then lengths are told as if it were made.
         self._cut_to: Lengths | None = None
@@ -82,6 +83,10 @@ class PagedState:
     def pages_of(self, lengths: Lengths) -> int:
         """Return the pages of rows of these lengths."""
         return sum(cdiv(length, self._page_size) for length in lengths)
+
+    def find_pass(self) -> Lengths | None:
+        """Return where the current pass has begun; None if layer 0 has to begin one."""
+        return self._pass_start if self._in_pass else None
 
     def has_evicted(self, keep: Lengths) -> bool:
         """Return whether, after a cut to `keep`, a query would see what a window has evicted.
@@ -121,15 +126,14 @@ class PagedState:
 
     # -- passes
 
-    def note(self, layer: int, start: Lengths, after: Lengths) -> None:
+    def note(self, layer: int, first: Lengths, after: Lengths) -> None:
         """Take over what a call of a layer has done.
 
         Args:
-            start, after: Per row: where the pass began, and where it ends.
+            first, after: Per row: where its tokens begin and end.
         """
         if layer == 0:
-            self._peak = self._peak_with(start)
-            self.pass_start = start
+            self._pass_start, self._in_pass = first, True
         if self._windows[layer] is None:
             self.materialized.add(layer)
             used = self.pages_of(after)
@@ -138,8 +142,12 @@ class PagedState:
                 self.pages_materialized = min(self.num_pages, grown)
 
     def void(self, start: Lengths, error: BaseException) -> None:
-        """Drop the tokens of a pass in which a call has failed, unless the call was refused."""
-        if isinstance(error, InvalidRequest):
+        """Drop the tokens of a pass in which a call has failed, unless the call was refused.
+
+        Args:
+            start: Per row: where the pass began.
+        """
+        if isinstance(error, (InvalidRequest, Conflict)):
             return
         if isinstance(error, KVServiceError):
             self._cut_to = start
@@ -153,7 +161,7 @@ class PagedState:
         self.settle()
         lengths = self.stored(0)
         if any(self.stored(layer) != lengths for layer in range(len(self._windows))):
-            self._cut(self.pass_start, self._peak)
+            self._cut(self._pass_start, self._peak)
 
     # -- cuts
 
@@ -179,10 +187,11 @@ class PagedState:
             self.session = None
             self._begin()
         except OUTCOME_UNKNOWN:
-            self._cut_to = self.pass_start = self._peak = empty
+            self._now_at(empty, peak=empty)
+            self._cut_to = empty
             raise
         else:
-            self._cut_to, self.pass_start, self._peak = None, empty, empty
+            self._now_at(empty, peak=empty)
 
     def _cut(self, keep: Lengths, peak: Lengths) -> None:
         session = self.session
@@ -190,14 +199,20 @@ class PagedState:
         try:
             session.pop(keep=keep)
         except OUTCOME_UNKNOWN:
-            self._cut_to, self.pass_start, self._peak = keep, keep, peak
+            self._now_at(keep, peak=peak)
+            self._cut_to = keep
             raise
-        self._cut_to, self.pass_start, self._peak = None, keep, peak
+        self._now_at(keep, peak=peak)
+
+    def _now_at(self, lengths: Lengths, *, peak: Lengths) -> None:
+        """Take over what a cut has done."""
+        self._cut_to, self._peak = None, peak
+        self._pass_start, self._in_pass = tuple(map(min, self._pass_start, lengths)), False
 
     def _begin(self) -> None:
         """Start anew, with what a session begins with."""
-        empty = (0,) * self.num_rows
-        self._cut_to, self.pass_start, self._peak = None, empty, empty
+        self._pass_start = empty = (0,) * self.num_rows
+        self._now_at(empty, peak=empty)
         self.materialized = set()
         self.pages_materialized = min(self.num_pages, _FIRST_ARENA_PAGES)
 

@@ -91,11 +91,11 @@ class PagedCache:
     reset there may be another number of them. The service is asked once per layer and pass, and
     once for each pop and reset; for lengths and page counts never.
 
-    After a call that raises, the cache is as before, with one exception: when the service has
-    failed (any error but InvalidRequest) in one layer of a pass, the whole pass is void. Its
-    tokens are dropped, at once or before the next call, and `seq_len` is what it was before the
-    pass: feed the same tokens again. A pop or reset whose outcome is unknown counts as made, and
-    is finished before the next call.
+    After InvalidRequest and Conflict, and what derives from them, the cache is as before. After
+    any other error in one layer of a pass the whole pass is void: its tokens are dropped, at once
+    or before the next call, and `seq_len` is what it was before the pass. Feed the same tokens
+    again. A pop or reset whose outcome is unknown counts as made, and is finished before the next
+    call.
 
     Raises, everywhere: what `Session` says. After PagesLost: pop to what is left, or reset.
 
@@ -224,7 +224,6 @@ class PagedCache:
         own_window, ragged = self.windows[layer], append.ragged
         if ragged is not None:
             q, k, v = ragged.pack(q, "q"), ragged.pack(k, "k"), ragged.pack(v, "v")
-        start = append.first if layer == 0 else state.pass_start
         try:
             out = session.attend(
                 layer,
@@ -237,9 +236,9 @@ class PagedCache:
                 counts=None if ragged is None else append.counts,
             )
         except BaseException as error:
-            state.void(start, error)
+            state.void(append.first, error)
             raise
-        state.note(layer, start, append.after)
+        state.note(layer, append.first, append.after)
         return out if ragged is None else ragged.unpack(out)
 
     # -- lengths
@@ -387,17 +386,19 @@ class PagedCache:
                 lengths=",".join(map(str, lengths)),
                 layer=layer,
             )
-        if layer != 0 and append.after != lengths:
+        brought = self._state.find_pass()
+        if layer != 0 and brought is None:
+            raise Conflict("a pass begins with layer 0, also after a pop or reset", layer=layer)
+        if layer != 0 and (append.first, append.after) != (brought, lengths):
             raise Conflict(
-                f"layer {layer} must bring the tokens up to {list(lengths)} that layer 0 has "
-                f"brought, got those up to {list(append.after)}; each pass begins with layer 0",
+                f"layer 0 has brought the tokens from {brought} to {lengths}, layer {layer} brings "
+                f"those from {append.first} to {append.after}",
                 layer=layer,
             )
-        repeated = stored == lengths and append.first == self._state.pass_start
-        if layer != 0 and append.first != stored and not repeated:
+        if layer != 0 and stored not in (append.first, lengths):
             raise Conflict(
-                f"layer {layer} has {list(stored)} tokens, got new ones from {list(append.first)} "
-                "on: it must be called in every pass; roll back, or pop to what it has",
+                f"layer {layer} has {stored} tokens, got new ones from {append.first} on: it must "
+                "be called in every pass; pop to what it has",
                 layer=layer,
             )
         if max(append.after) > self.max_seq_len:

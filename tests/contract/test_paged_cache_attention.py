@@ -144,17 +144,19 @@ def test_layer_0_rule(client: Client) -> None:
     feed_numbers(cache, 1)
 
 
-def test_capacity(client: Client) -> None:
-    """capacity: max_seq_len, not what the pages would hold; refused before anything moves."""
-    cache = PagedCache(2, max_seq_len=17, client=client)
+def test_capacity(backend: Backend) -> None:
+    """capacity: max_seq_len, not what the pages would hold; refused before anything is sent."""
+    faults = Faults(backend.dial)
+    cache = PagedCache(2, max_seq_len=17, client=backend.connect(dial=faults.dial))
     with pytest.raises(PositionOutOfRange, match="17"):
         cache.attention(0, *counting(range(18)), 0, 1.0)
     assert cache.seq_len() == 0
+    assert not faults.log
     feed_numbers(cache, 17)
-    before = cache.page_stats()
+    before, num_calls = cache.page_stats(), len(faults.log)
     with pytest.raises(PositionOutOfRange):
         cache.attention(0, *counting([17]), 17, 1.0)
-    assert cache.page_stats() == before
+    assert (cache.page_stats(), len(faults.log)) == (before, num_calls)
     assert before.num_pages == before.pages_used == 2
 
 

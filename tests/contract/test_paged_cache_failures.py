@@ -20,15 +20,16 @@ from kvservice_client import (
     Unavailable,
     WorkerLost,
 )
+from kvservice_client._retry import RetryPolicy
 from tests.backends import Backend
 from tests.contract.conftest import Start
 from tests.faults import Faults
 from tests.paged import Pair
 
-# Gives up on a call soon, but never believes that a worker is dead.
-IMPATIENT = ClientConfig(timeout_s=0.1, detection_s=60.0)
+# Does not ask again, and never believes that a worker is dead.
+IMPATIENT = ClientConfig(detection_s=60.0, retry=RetryPolicy(first_delay_s=1e3, max_delay_s=1e3))
 # Believes it soon.
-SUSPICIOUS = ClientConfig(timeout_s=5.0, detection_s=0.1, silence_s=0.05)
+SUSPICIOUS = ClientConfig(timeout_s=10.0, detection_s=0.1, silence_s=0.05)
 
 WINDOWS = (None, 4, None)
 
@@ -320,3 +321,42 @@ def test_refusals_leave_the_pass_going(backend: Backend) -> None:
     pair.call(1, 2, tokens=tokens)
     pair.call(2, 2, tokens=tokens)
     pair.feed(1)
+
+
+def test_a_pop_ends_a_pass(backend: Backend) -> None:
+    """No layer goes on with it, or comes again; what a pop has left uneven, a roll-back drops."""
+    pair = Pair(backend.connect(), 3)
+    pair.feed(2)
+    tokens = pair.draw(5)
+    pair.call(0, 5, tokens=tokens)
+    assert pair.cache.popn(2) == 2
+    q, k, v = (array[:, :, :3] for array in tokens)
+    with pytest.raises(Conflict, match="begins with layer 0"):
+        pair.cache.attention(1, q, k, v, 2, pair.scale)
+    pair.cache.roll_back()
+    assert pair.cache.seq_len() == 2
+    pair.plain.popn([5])
+    pair.feed(3)
+    assert pair.popn(1) == (1,)
+    with pytest.raises(Conflict):
+        pair.cache.attention(1, *pair.draw(2), 2, pair.scale)
+    pair.check()
+    pair.feed(2)
+
+
+def test_nothing_is_sent_for_a_wrong_first_call(backend: Backend) -> None:
+    """What is wrong is found out before a session is opened for it."""
+    faults = Faults(backend.dial)
+    cache = PagedCache(2, max_seq_len=8, client=backend.connect(dial=faults.dial))
+    q, k, v = Pair(backend.connect()).draw(2)
+    for wrong in [
+        (0, q[..., :3], k, v, 0, 1.0),
+        (0, q, k[:, :, :1], v, 0, 1.0),
+        (0, q[:, :3], k, v, 0, 1.0),
+        (0, q, k, v.astype(int), 0, 1.0),
+        (0, q, k, v, 1, 1.0),
+        (1, q, k, v, 0, 1.0),
+    ]:
+        with pytest.raises((InvalidRequest, Conflict)):
+            cache.attention(*wrong)
+    assert not faults.log

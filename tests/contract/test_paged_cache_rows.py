@@ -35,11 +35,12 @@ def test_rows_of_equal_length(client: Client) -> None:
 def test_rows_of_different_length(client: Client) -> None:
     """Each row has its own number of new tokens, none included; the rest of the output is 0."""
     pair = Pair(client, num_rows=3, windows=[None, 4])
-    for num_tokens, counts in ((6, [6, 1, 3]), (2, [0, 2, 1]), (3, [1, 3, 0]), (1, [1, 1, 1])):
+    passes = (6, [6, 1, 3]), (2, [0, 2, 1]), (3, [1, 3, 0]), (1, [1, 1, 1]), (4, [2, 2, 2])
+    for num_tokens, counts in passes:
         for out in pair.feed(num_tokens, counts=counts):
             for row, count in enumerate(counts):
                 assert not out[row, :, count:].any()
-    assert pair.cache.seq_lens() == (8, 7, 5)
+    assert pair.cache.seq_lens() == (10, 9, 7)
     with pytest.raises(InvalidRequest, match="seq_lens"):
         pair.cache.seq_len()
 
