@@ -43,23 +43,26 @@ def up(arguments: argparse.Namespace) -> int:
         may_exist=arguments.detach,
     )
     if arguments.json:
-        print(json.dumps(described(state)), flush=True)
+        text = json.dumps(described(state))
     else:
         end = "end it by: kvservice down" if arguments.detach else "end it by Ctrl-C"
         name = "" if state.name == "default" else f" --name {state.name}"
-        print(
+        text = (
             f"serving at {state.manager_address}, {state.options.num_workers} workers\n"
             f'connect by: kvservice_client.connect("{state.manager_address}")\n'
-            f"{end}{name if arguments.detach else ''}",
-            flush=True,
+            f"{end}{name if arguments.detach else ''}"
         )
-    return OK if arguments.detach else _stay(launcher, state, SystemClock())
+    if arguments.detach:
+        print(text, flush=True)
+        return OK
+    return _stay(launcher, state, SystemClock(), text)
 
 
-def _stay(launcher: Launcher, state: RunState, clock: Clock) -> int:
-    """Wait for a signal, then end the service; or notice that it has ended."""
+def _stay(launcher: Launcher, state: RunState, clock: Clock, text: str) -> int:
+    """Say `text`, wait for a signal, then end the service; or notice that it has ended."""
     never = threading.Event()
     try:
+        print(text, flush=True)  # whoever has read it may end us at once
         while not launcher.is_over(state):
             clock.wait(never, _POLL_S)
     except Interrupted:
@@ -115,22 +118,18 @@ def worker(arguments: argparse.Namespace) -> int:
             f"a worker needs the package {error.name}: pip install 'kvservice[server]'"
         ) from error
     logging.basicConfig(level=logging.WARNING)
-    with WorkerServer(settings) as server:
+    # Whoever has read what it says may end it at once.
+    with WorkerServer(settings) as server, contextlib.suppress(Interrupted):
         if arguments.json:
-            print(
-                json.dumps(
-                    {
-                        "workerId": settings.worker_id,
-                        "address": server.address,
-                        "metricsAddress": server.metrics_address,
-                    }
-                ),
-                flush=True,
-            )
+            said = {
+                "workerId": settings.worker_id,
+                "address": server.address,
+                "metricsAddress": server.metrics_address,
+            }
+            print(json.dumps(said), flush=True)
         else:
             print(f"{settings.worker_id} serves at {server.address}", flush=True)
-        with contextlib.suppress(Interrupted):
-            threading.Event().wait()
+        threading.Event().wait()
     return OK
 
 

@@ -156,6 +156,8 @@ class StepHeader:
 
 
 class MaskKind(Enum):
+    """The rule of a mask; see `Mask`."""
+
     FULL = "full"
     CAUSAL = "causal"
     CHUNK = "chunk"
