@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from kvservice.core.errors import PagesLost
 from kvservice_client._client import Client, current_client
 from kvservice_client._hf_compat import DynamicCache, PreTrainedConfig
 from kvservice_client._hf_layer import RemoteLayer
@@ -217,13 +218,15 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         return next(iter(lengths.values()), 0)
 
     def rollback(self) -> int:
-        """Cut every layer to the shortest one, after a step that failed half-way.
+        """Cut every layer to what all of them have, after a step that failed: half-way, or because
+        a worker was lost with some of the session's pages (`PagesLost`).
 
         Returns:
             The length in tokens that all layers have now: feed the model again from there.
 
         Raises:
             RuntimeError: The cache has layers with a local state, which cannot go back.
+            PositionOutOfRange: A window has evicted what would be seen again: reset() the cache.
         """
         remote, session = self._remote(), self._shared.session
         for layer in remote:
@@ -232,10 +235,13 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         if self._shared.step_start == 0 and len(lengths) < len(remote):
             lengths.append(0)  # the first step has not reached all layers
         keep = min(lengths, default=0)
+        if session is not None:
+            try:
+                session.roll_back()  # it may know of more than we do, where an answer was lost
+            except PagesLost as lost:
+                keep = min(keep, int(lost.metadata["from_position"]))
         if max(lengths, default=0) > keep and self._local():
             raise RuntimeError("layers with a local state cannot be rolled back: reset() the cache")
-        if session is not None:
-            session.roll_back()  # it may know of more than we do, where an answer was lost
         self._cut(keep)
         return keep
 

@@ -11,10 +11,11 @@ import torch
 import transformers as tf
 from transformers import DynamicCache, StaticCache
 
-from kvservice.core.errors import OutOfPages, Unavailable
+from kvservice.core.errors import OutOfPages, PagesLost, Unavailable
 from kvservice.embedded import embedded
-from kvservice_client import Client, Session, use
+from kvservice_client import Client, ClientConfig, Session, use
 from kvservice_client.hf import RemoteCache, use_remote_attention
+from tests.backends import embedded_backend
 from tests.e2e import compare, models
 from tests.e2e.scenarios import World, forward, padded, prompt
 
@@ -387,3 +388,26 @@ def test_a_crashed_decoder_goes_on(client: Client) -> None:
         logits = model(prompt(1, 1, seed=1), cache=heir).logits
         wanted = models.build("mistral")(torch.cat([ids, prompt(1, 1, seed=1)], 1)).logits
     assert_close(logits[:, -1], wanted[:, -1])
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_lost_worker(dead: int) -> None:
+    """What it held is fed again, to another worker; the text is the one without the loss."""
+    model = remote_model("llama")
+    impatient = ClientConfig(timeout_s=5.0, detection_s=0.2, silence_s=0.05)
+    with embedded_backend(num_workers=2) as backend:
+        client = backend.connect(config=impatient)
+        cache = RemoteCache(client, model.config, mode="attend", spread=2, page_size=4)
+        world = World("llama", model, lambda: cache)
+        ids = prompt(1, 16)
+        forward(world, ids[:, :13], cache)
+        extent = cache._shared.opened()._mirror.extents[dead]
+        first = 0 if dead == 0 else extent.starts[0]
+        index = backend.index_of(extent.worker_id)
+        backend.kill(index)
+        with pytest.raises(PagesLost):
+            forward(world, ids[:, 13:], cache)
+        assert cache.rollback() == cache.get_seq_length() == first
+        logits = forward(world, ids[:, first:], cache)
+        assert_close(logits, forward(world, ids, DynamicCache())[:, first:])
+        backend.restart(index)
