@@ -219,7 +219,7 @@ def test_paged_cache(num_workers: int, memory_bytes: int) -> None:
         backend.connect()
         run_state_machine_as_test(
             lambda: PagedCacheMachine(backend),
-            settings=settings(max_examples=50, stateful_step_count=40, deadline=None),
+            settings=settings(max_examples=25, stateful_step_count=30, deadline=None),
         )
 
 
