@@ -176,6 +176,21 @@ def test_reset_of_a_void_pass(backend: Backend) -> None:
     pair.feed(5)
 
 
+def test_reset_of_a_void_first_pass(backend: Backend) -> None:
+    """Although the cache is empty, the service may hold something."""
+    faults = Hindrance(backend.dial)
+    pair = Pair(backend.connect(dial=faults.dial, config=IMPATIENT))
+    faults.losing = "answer"
+    faults.lose("GetSession", "request")  # with which it is found out what is stored
+    with pytest.raises(WorkerLost):
+        pair.cache.attention(0, *pair.draw(3), 0, pair.scale)
+    faults.losing = ""
+    assert backend.used_pages() == 1
+    pair.reset()
+    assert backend.used_pages() == 0
+    pair.feed(5)
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_an_interrupted_pass_is_void(backend: Backend, layer: int) -> None:
     """Ctrl-C in the middle of a call: what it may have stored is dropped before the next."""

@@ -209,7 +209,9 @@ class PagedCacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "memory_bytes"), [(1, 1 << 26), (3, 9_000)])
+@pytest.mark.parametrize(
+    ("num_workers", "memory_bytes"), [(1, 1 << 26), (3, 9_000)], ids=["ample", "scarce"]
+)
 def test_paged_cache(num_workers: int, memory_bytes: int) -> None:
     """Any sequence of calls; also with little room, so that caches reach over several workers.
 
