@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 from google.protobuf.message import Message
@@ -58,13 +59,17 @@ class Faults:
             raise Unavailable("the connection is cut")
         if self._skip[method] > 0:
             self._skip[method] -= 1
-            return call(self._dial(address))
+            return self._carried(address, call)
         if self._take(method, "request"):
             raise Unavailable("the request was lost")
-        answer = call(self._dial(address))
+        answer = self._carried(address, call)
         if self._take(method, "answer"):
             raise Unavailable("the answer was lost")
         return answer
+
+    def _carried(self, address: str, call: Callable[[Transport], Any]) -> Any:
+        with closing(self._dial(address)) as way:  # whose threads end with it
+            return call(way)
 
     def _take(self, method: str, what: str) -> bool:
         if not self._losses[method, what]:
