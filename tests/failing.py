@@ -19,18 +19,24 @@ class Failing:
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self._next: list[tuple[str, type[KVServiceError], bool, int]] = []
+        self._next: list[tuple[str | None, type[KVServiceError], bool, int]] = []
         self.calls: list[str] = []
 
     def dial(self, address: str) -> Transport:
         return _Transport(self, self._dial(address))
 
     def fail(
-        self, method: str, error: type[KVServiceError], *, carried_out: bool, after: int = 0
+        self,
+        method: str | None,
+        error: type[KVServiceError],
+        *,
+        carried_out: bool,
+        after: int = 0,
     ) -> None:
         """Let one call of a method fail, after letting some through.
 
         Args:
+            method: None: whichever comes, but no release.
             carried_out: The service does what is asked, and only the answer is lost.
         """
         self._next.append((method, error, carried_out, after))
@@ -42,7 +48,7 @@ class Failing:
     def carry(self, method: str, call: Callable[[], Any]) -> Any:
         self.calls.append(method)
         for index, (name, error, carried_out, after) in enumerate(self._next):
-            if name != method:
+            if name != method and (name or method in ("Release", "RenewLease")):
                 continue
             if after:
                 self._next[index] = (name, error, carried_out, after - 1)

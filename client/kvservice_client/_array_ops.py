@@ -27,7 +27,7 @@ def read_dtype(dtype: Any) -> tuple[DType, Kind]:
         name = dtype.value
     elif str(dtype).startswith("torch."):
         name, library = str(dtype).removeprefix("torch."), Library.TORCH
-    elif not isinstance(dtype, str):
+    elif dtype is not None and not isinstance(dtype, str):  # numpy would read None as float64
         if type(dtype).__module__.startswith("jax."):
             library = Library.JAX
         try:

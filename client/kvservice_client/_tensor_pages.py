@@ -232,7 +232,10 @@ class TensorPages:
         self, start: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> None:
         """Make positions from `start` on of every layer what the tensors say."""
-        num_rows = keys[0].shape[0] if keys else 0
+        if not keys:
+            self.reset()
+            return
+        num_rows = keys[0].shape[0]
         if any(k.shape[0] != num_rows for k in keys):
             raise GeometryMismatch(
                 f"layers must have the same rows, got {[k.shape[0] for k in keys]}"
@@ -248,7 +251,7 @@ class TensorPages:
             start = 0
         elif session.num_rows != num_rows or self._rows_apart:
             self._rows_apart = True  # until it is done
-            start = self._apart = 0
+            start = 0
             session.reset()
             if session.num_rows != num_rows:
                 session.select([0] * num_rows)
