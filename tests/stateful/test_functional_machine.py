@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +27,11 @@ from kvservice.core.errors import (
     QuotaExceeded,
 )
 from kvservice_client.functional import (
-    KVLayerCache,
     init_kv_layer_cache,
     update_kv_layer_cache,
 )
-from kvservice_client.testing import eventually
 from tests.backends import embedded_backend
+from tests.caching import assert_all_released
 from tests.failing import Failing
 
 MAX_LEN = 24
@@ -45,10 +43,15 @@ Floats = npt.NDArray[np.float32]
 class Version:
     """A version, and what it is in JAX: arrays of which a slice was replaced, and a length."""
 
-    cache: KVLayerCache
+    cache: Any  # KVLayerCache; None once it was dropped
     keys: Floats
     values: Floats
     length: int
+
+    def look_again(self) -> None:
+        """Forget what is at hand, so that it is read from the service."""
+        if self.cache._content is not None:
+            self.cache._content._arrays = None
 
     def check(self) -> None:
         assert np.array_equal(np.asarray(self.cache.keys), self.keys)
@@ -67,7 +70,7 @@ class FunctionalMachine(RuleBasedStateMachine):
         self.backend = self.stack.enter_context(embedded_backend())
         self.failing = Failing(self.backend.dial)
         self.client = self.backend.connect(dial=self.failing.dial)
-        self.alive: list[Version] = []
+        self.made: list[Version] = []
         self.next_value = 0
 
     def fresh(self, tokens: int) -> Floats:
@@ -82,8 +85,8 @@ class FunctionalMachine(RuleBasedStateMachine):
         rows, heads, positions, dim = SHAPE
         cache = init_kv_layer_cache(rows, heads, dim, positions, np.float32, client=self.client)
         zeros = np.zeros(SHAPE, np.float32)
-        self.alive.append(Version(cache, zeros, zeros, 0))
-        return self.alive[-1]
+        self.made.append(Version(cache, zeros, zeros, 0))
+        return self.made[-1]
 
     @rule(
         target=versions,
@@ -102,6 +105,8 @@ class FunctionalMachine(RuleBasedStateMachine):
         fault: tuple[bool, int] | None,
     ) -> Version:
         """Write at the length, as decoders do, or anywhere. Returns the parent if that fails."""
+        if parent.cache is None:
+            return parent
         start = parent.length if where is None else where
         keys, values = self.fresh(tokens), self.fresh(tokens)
         given: Any = (keys, values)
@@ -123,41 +128,41 @@ class FunctionalMachine(RuleBasedStateMachine):
         new_keys, new_values = parent.keys.copy(), parent.values.copy()
         new_keys[:, :, start : start + tokens] = keys
         new_values[:, :, start : start + tokens] = values
-        self.alive.append(Version(cache, new_keys, new_values, start + tokens))
-        return self.alive[-1]
+        self.made.append(Version(cache, new_keys, new_values, start + tokens))
+        return self.made[-1]
 
     @rule(target=versions, parent=versions, length=st.integers(0, MAX_LEN))
     def cut_back(self, parent: Version, length: int) -> Version:
+        if parent.cache is None:
+            return parent
         cache = dataclasses.replace(parent.cache, length=np.int32(length))
-        self.alive.append(Version(cache, parent.keys, parent.values, length))
-        return self.alive[-1]
+        self.made.append(Version(cache, parent.keys, parent.values, length))
+        return self.made[-1]
 
     @rule(version=versions, from_the_service=st.booleans())
     def look(self, version: Version, from_the_service: bool) -> None:
-        if version not in self.alive:
+        if version.cache is None:
             return
-        if from_the_service and version.cache._content is not None:
-            version.cache._content._arrays = None
+        if from_the_service:
+            version.look_again()
         version.check()
 
     @rule(version=consumes(versions))
     def drop(self, version: Version) -> None:
-        self.alive = [one for one in self.alive if one is not version]
+        """Let go of a version. Those that it was put into a bundle twice under go as well."""
+        version.cache = None
 
     @invariant()
     def worker_is_sound(self) -> None:
         self.backend.workers[0].check()
 
     def teardown(self) -> None:
-        for version in self.alive:
-            if version.cache._content is not None:
-                version.cache._content._arrays = None
-            version.check()
-        self.alive.clear()
-        self.bundles.clear()
-        self.names_to_values.clear()
-        gc.collect()
-        eventually(lambda: not self.backend.num_sessions())
+        for version in self.made:
+            if version.cache is not None:
+                version.look_again()
+                version.check()
+                version.cache = None  # Hypothesis may hold on to the version
+        assert_all_released(self.backend)
         self.stack.close()
 
 
