@@ -25,13 +25,13 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "of two elements, the f
 constexpr int kTile = 16;  // tokens
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int64_t kQueries = 16;        // of a row that are done at a time
-constexpr int64_t kChunk = 512;         // positions of an item, at least
-constexpr int64_t kMaxChunks = 128;     // of a task; longer rows have longer chunks
-constexpr int64_t kListed = 512;        // tokens that are looked up at a time
-constexpr int64_t kAhead = 2;           // tiles of prefetching
-constexpr int64_t kMaxFloats = 1 << 21; // of partial sums held at a time, unless a task has more
-constexpr int64_t kAlone = 1 << 18;     // multiply-adds that are not worth waking anybody
+constexpr int64_t kQueries = 16;         // of a row that are done at a time
+constexpr int64_t kChunk = 512;          // positions of an item, at least
+constexpr int64_t kMaxChunks = 128;      // of a task; longer rows have longer chunks
+constexpr int64_t kListed = 512;         // tokens that are looked up at a time
+constexpr int64_t kAhead = 2;            // tiles of prefetching
+constexpr int64_t kMaxFloats = 1 << 21;  // of partial sums held at a time, unless a task has more
+constexpr int64_t kAlone = 1 << 20;      // multiply-adds that are not worth waking anybody
 
 struct BFloat16 {
   uint16_t bits;
@@ -55,13 +55,16 @@ float to_float(Float16 value) {
   return from_bits(bits | (size >= 0x7c00u ? 0x7f800000u : 0) | (value.bits & 0x8000u) << 16);
 }
 
-// Queries [first, last) of the batch, of one row, and the positions that any of them sees.
+// Some queries of one row, and the positions that any of them sees.
 struct Task {
-  int64_t row, first, last, position;  // position: of query `first`
-  int64_t begin, end;                  // positions, half-open
-  int64_t chunk, num_items;
-  int64_t floats;                      // offset of its items' sums
-  std::atomic<int64_t> pending{0};
+  int64_t row;
+  int64_t first, last;  // queries of the batch, half-open
+  int64_t position;     // of query `first`
+  int64_t begin, end;   // positions, half-open
+  int64_t chunk;        // positions of an item
+  int64_t num_items;
+  int64_t floats;       // offset of its items' sums
+  std::atomic<int64_t> pending{0};  // items that are not done
 
   int64_t num_queries() const { return last - first; }
 };
@@ -146,6 +149,8 @@ bool look_up(const Call& call, int64_t row, int64_t* position, int64_t end, Scra
              Tokens<T>* tokens) {
   const uint8_t* padding = call.padding ? call.padding[row] : nullptr;
   const int32_t* table = call.page_tables + row * call.max_pages;
+  const T* k_pages = static_cast<const T*>(call.k_pages);
+  const T* v_pages = static_cast<const T*>(call.v_pages);
   const T** k = reinterpret_cast<const T**>(scratch.k);
   const T** v = reinterpret_cast<const T**>(scratch.v);
   int64_t count = 0, at = *position;
@@ -158,8 +163,8 @@ bool look_up(const Call& call, int64_t row, int64_t* position, int64_t end, Scra
       if (page < 0) page = page_index < call.max_pages ? table[page_index] : -1;
       if (page < 0 || page >= call.num_pages) return false;
       const int64_t offset = at - page_index * call.page_size;
-      k[count] = static_cast<const T*>(call.k_pages) + page * call.k_page_stride + offset * call.k_dim;
-      v[count] = static_cast<const T*>(call.v_pages) + page * call.v_page_stride + offset * call.v_dim;
+      k[count] = k_pages + page * call.k_page_stride + offset * call.k_dim;
+      v[count] = v_pages + page * call.v_page_stride + offset * call.v_dim;
       scratch.positions[count++] = at;
     }
   }
@@ -179,8 +184,7 @@ bool hides_any(const Call& call, const Task& task, int64_t first, int64_t last) 
 }
 
 // Hides from each query what its mask hides among the tokens of a tile.
-void hide(const Call& call, const Task& task, const int64_t* positions, int n,
-          float* scores) {
+void hide(const Call& call, const Task& task, const int64_t* positions, int n, float* scores) {
   for (int64_t query = 0; query < task.num_queries(); query++) {
     const int64_t position = task.position + query, from = lowest(call, task.row, position);
     const int64_t to = call.mask == Mask::kFull ? INT64_MAX : position;
@@ -191,8 +195,7 @@ void hide(const Call& call, const Task& task, const int64_t* positions, int n,
   }
 }
 
-// The inner loops, for each instruction set that this machine may have. bfloat16 has no loops of its
-// own: a shift and a mask do.
+// The inner loops, for each instruction set that this machine may have.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KV_MANY_TARGETS
 namespace avx512 {
@@ -236,65 +239,114 @@ const std::vector<Loops>& loops() {
   return all;
 }
 
-// Merges the items of a task, in their order, and writes its queries' outputs.
+// Merges one query's and head's sums of all items of a task, in their order.
+void merge_items(const Call& call, const Task& task, float* floats, int64_t row, float sink,
+                 float* out, float* lse) {
+  const int64_t queries = task.num_queries(), size = sums_size(call, queries), dim = call.v_dim;
+  float maximum = sink;
+  for (int64_t item = 0; item < task.num_items; item++)
+    maximum = std::max(maximum, sums_at(call, queries, floats + item * size).maxima[row]);
+  const float finite = maximum == -kInfinity ? 0.0f : maximum;  // -inf - -inf would be NaN
+  float total = std::exp2(sink - finite);
+  for (int64_t item = 0; item < task.num_items; item++) {
+    const Sums sums = sums_at(call, queries, floats + item * size);
+    if (sums.totals[row] == 0) continue;
+    const float factor = std::exp2(sums.maxima[row] - finite);
+    const float* values = sums.values + row * dim;
+    total += factor * sums.totals[row];
+    for (int64_t d = 0; d < dim; d++) out[d] += factor * values[d];
+  }
+  if (total == 0) return;
+  const float share = 1.0f / total;
+  for (int64_t d = 0; d < dim; d++) out[d] *= share;
+  *lse = static_cast<float>(finite * 0.6931471805599453 + std::log(double{total}));
+}
+
+// Merges all items of a task, and writes its queries' outputs.
 void finish(const Call& call, const Task& task, float* floats) {
-  const int64_t queries = task.num_queries(), group = call.group_size, dim = call.v_dim;
-  const int64_t heads = call.num_kv_heads * group, size = sums_size(call, queries);
+  const int64_t queries = task.num_queries(), group = call.group_size;
+  const int64_t heads = call.num_kv_heads * group;
   for (int64_t query = 0; query < queries; query++) {
     const bool is_padding = call.query_padding && call.query_padding[task.first + query];
     for (int64_t head = 0; head < heads; head++) {
-      const int64_t row = (head / group * queries + query) * group + head % group;
       const int64_t at = (task.first + query) * heads + head;
-      float* out = call.out + at * dim;
-      std::fill_n(out, dim, 0.0f);
+      const int64_t row = (head / group * queries + query) * group + head % group;
+      const float sink = call.sinks ? call.sinks[head] * kLog2E : -kInfinity;
+      float* out = call.out + at * call.v_dim;
+      std::fill_n(out, call.v_dim, 0.0f);
       call.lse[at] = -kInfinity;
-      if (is_padding) continue;
-      float maximum = call.sinks ? call.sinks[head] * kLog2E : -kInfinity;
-      for (int64_t item = 0; item < task.num_items; item++)
-        maximum = std::max(maximum, sums_at(call, queries, floats + item * size).maxima[row]);
-      const float finite = maximum == -kInfinity ? 0.0f : maximum;
-      float total = call.sinks ? std::exp2(call.sinks[head] * kLog2E - finite) : 0.0f;
-      for (int64_t item = 0; item < task.num_items; item++) {
-        const Sums sums = sums_at(call, queries, floats + item * size);
-        const float factor = std::exp2(sums.maxima[row] - finite);
-        const float* values = sums.values + row * dim;
-        if (sums.totals[row] == 0) continue;
-        total += factor * sums.totals[row];
-        for (int64_t d = 0; d < dim; d++) out[d] += factor * values[d];
-      }
-      if (total == 0) continue;
-      const float share = 1.0f / total;
-      for (int64_t d = 0; d < dim; d++) out[d] *= share;
-      call.lse[at] = static_cast<float>(finite * 0.6931471805599453 + std::log(double{total}));
+      if (!is_padding) merge_items(call, task, floats, row, sink, out, &call.lse[at]);
     }
   }
 }
 
-// Plans tasks of rows from *next on, until the sums' room is used up.
-void plan(const Call& call, int64_t* next_row, int64_t* next_query, std::vector<std::unique_ptr<Task>>* tasks,
-          std::vector<Item>* items, int64_t* floats) {
-  tasks->clear(), items->clear(), *floats = 0;
-  for (; *next_row < call.num_rows; ++*next_row, *next_query = 0) {
-    const int64_t row = call.rows ? call.rows[*next_row] : *next_row, count = call.q_starts[row + 1] - call.q_starts[row];
-    for (; *next_query < count; *next_query += kQueries) {
-      auto task = std::make_unique<Task>();
-      const int64_t last = std::min(count, *next_query + kQueries);
-      task->row = row, task->first = call.q_starts[row] + *next_query, task->last = call.q_starts[row] + last;
-      task->position = call.q_positions[row] + *next_query;
-      task->begin = std::max(call.kv_starts[row], lowest(call, row, task->position));
-      task->end = call.kv_stops[row];
-      if (call.mask != Mask::kFull) task->end = std::min(task->end, task->position + task->num_queries());
-      const int64_t span = std::max<int64_t>(0, task->end - task->begin);
-      task->chunk = kChunk * std::max<int64_t>(1, (span + kChunk * kMaxChunks - 1) / (kChunk * kMaxChunks));
-      task->num_items = (span + task->chunk - 1) / task->chunk;
-      task->pending = task->num_items, task->floats = *floats;
+// As much of a call's work as is done at a time.
+struct Portion {
+  std::vector<std::unique_ptr<Task>> tasks;
+  std::vector<Item> items;
+  int64_t floats = 0;  // of all items' sums
+  int64_t cost = 0;    // multiply-adds
+};
+
+std::unique_ptr<Task> make_task(const Call& call, int64_t row, int64_t first_query) {
+  auto task = std::make_unique<Task>();
+  task->row = row;
+  task->first = call.q_starts[row] + first_query;
+  task->last = std::min(call.q_starts[row + 1], task->first + kQueries);
+  task->position = call.q_positions[row] + first_query;
+  task->begin = std::max({int64_t{0}, call.kv_starts[row], lowest(call, row, task->position)});
+  task->end = call.kv_stops[row];
+  if (call.mask != Mask::kFull)
+    task->end = std::min(task->end, task->position + task->num_queries());
+  const int64_t span = std::max<int64_t>(0, task->end - task->begin);
+  const int64_t most = kChunk * kMaxChunks;
+  task->chunk = kChunk * std::max<int64_t>(1, (span + most - 1) / most);
+  task->num_items = (span + task->chunk - 1) / task->chunk;
+  task->pending = task->num_items;
+  return task;
+}
+
+// Plans the call's rows from call.rows[*index] on, and in it from *query on, as far as they fit.
+Portion plan(const Call& call, int64_t* index, int64_t* query) {
+  Portion portion;
+  for (; *index < call.num_rows; ++*index, *query = 0) {
+    const int64_t row = call.rows ? call.rows[*index] : *index;
+    for (; call.q_starts[row] + *query < call.q_starts[row + 1]; *query += kQueries) {
+      auto task = make_task(call, row, *query);
       const int64_t needed = task->num_items * sums_size(call, task->num_queries());
-      if (*floats > 0 && *floats + needed > kMaxFloats) return;
-      *floats += needed;
-      for (int64_t index = 0; index < task->num_items; index++) items->push_back({task.get(), index});
-      tasks->push_back(std::move(task));
+      if (portion.floats > 0 && portion.floats + needed > kMaxFloats) return portion;
+      task->floats = portion.floats;
+      portion.floats += needed;
+      if (task->num_items > 0)
+        portion.cost += (task->end - task->begin) * task->num_queries() * call.num_kv_heads *
+                        call.group_size * (call.k_dim + call.v_dim);
+      for (int64_t item = 0; item < task->num_items; item++)
+        portion.items.push_back({task.get(), item});
+      portion.tasks.push_back(std::move(task));
     }
   }
+  return portion;
+}
+
+// Returns a row whose page table is wrong, or -1.
+int64_t attend_portion(const Call& call, const Portion& portion) {
+  const AttendItem attend_item = loops().at(call.instruction_set).attend_item;
+  const std::unique_ptr<float[]> floats(new float[portion.floats]);  // not initialised
+  std::atomic<int64_t> bad_row{-1};
+  for (const auto& task : portion.tasks)
+    if (task->num_items == 0) finish(call, *task, nullptr);
+  run_in_parallel(
+      static_cast<int64_t>(portion.items.size()), portion.cost < kAlone ? 1 : call.num_threads,
+      [&](int64_t index) {
+        static thread_local Scratch scratch;
+        const Item& item = portion.items[index];
+        Task& task = *item.task;
+        float* sums = floats.get() + task.floats;
+        const int64_t offset = item.index * sums_size(call, task.num_queries());
+        if (!attend_item(call, item, sums + offset, scratch)) bad_row = task.row;
+        if (task.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(call, task, sums);
+      });
+  return bad_row;
 }
 
 }  // namespace
@@ -306,33 +358,9 @@ std::vector<const char*> instruction_sets() {
 }
 
 int64_t attend(const Call& call) {
-  static thread_local std::vector<float> sums;
-  std::vector<std::unique_ptr<Task>> tasks;
-  std::vector<Item> items;
-  std::atomic<int64_t> bad_row{-1};
-  const AttendItem attend_one = loops().at(call.instruction_set).attend_item;
-  for (int64_t row = 0, query = 0, floats = 0; row < call.num_rows;) {
-    plan(call, &row, &query, &tasks, &items, &floats);
-    if (static_cast<int64_t>(sums.size()) < floats) sums.resize(floats);
-    float* const base = sums.data();
-    for (auto& task : tasks)
-      if (task->num_items == 0) finish(call, *task, nullptr);
-    const auto work = [&](int64_t index) {
-      static thread_local Scratch scratch;
-      const Item& item = items[index];
-      Task& task = *item.task;
-      float* own = base + task.floats;
-      if (!attend_one(call, item, own + item.index * sums_size(call, task.num_queries()), scratch))
-        bad_row = task.row;
-      if (task.pending.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(call, task, own);
-    };
-    int64_t cost = 0;
-    for (const Item& item : items)
-      cost += std::min(item.task->chunk, item.task->end - item.task->begin) * item.task->num_queries();
-    cost *= call.num_kv_heads * call.group_size * (call.k_dim + call.v_dim);
-    run_in_parallel(static_cast<int64_t>(items.size()), cost < kAlone ? 1 : call.num_threads, work);
-  }
-  if (static_cast<int64_t>(sums.size()) > kMaxFloats) sums = {};
+  int64_t bad_row = -1;
+  for (int64_t index = 0, query = 0; index < call.num_rows && bad_row < 0;)
+    bad_row = attend_portion(call, plan(call, &index, &query));
   return bad_row;
 }
 

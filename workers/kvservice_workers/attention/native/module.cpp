@@ -59,7 +59,8 @@ enum Field {
 
 PyObject* attend(PyObject*, PyObject* const* fields, Py_ssize_t num_fields) {
   if (num_fields != kNumFields)
-    return PyErr_Format(PyExc_TypeError, "attend takes %d arguments, got %zd", int{kNumFields}, num_fields);
+    return PyErr_Format(PyExc_TypeError, "attend takes %d arguments, got %zd", int{kNumFields},
+                        num_fields);
   const auto integer = [&](Field field) { return int64_t{PyLong_AsLongLong(fields[field])}; };
   Buffers buffers;
   kvservice::Call call = {};
@@ -96,8 +97,10 @@ PyObject* attend(PyObject*, PyObject* const* fields, Py_ssize_t num_fields) {
   call.query_padding = buffers.get<uint8_t>(fields[kQueryPadding], call.q_starts[num_rows]);
   std::vector<const uint8_t*> padding(num_rows);
   if (fields[kPadding] != Py_None && PyTuple_GET_SIZE(fields[kPadding]) == num_rows) {
-    for (Py_ssize_t row = 0; row < num_rows; row++)
-      padding[row] = buffers.get<uint8_t>(PyTuple_GET_ITEM(fields[kPadding], row), call.kv_stops[row]);
+    for (Py_ssize_t row = 0; row < num_rows; row++) {
+      PyObject* of_row = PyTuple_GET_ITEM(fields[kPadding], row);
+      padding[row] = buffers.get<uint8_t>(of_row, call.kv_stops[row]);
+    }
     call.padding = padding.data();
   }
   if (buffers.failed) return nullptr;
@@ -107,7 +110,8 @@ PyObject* attend(PyObject*, PyObject* const* fields, Py_ssize_t num_fields) {
   bad_row = kvservice::attend(call);
   Py_END_ALLOW_THREADS
   if (bad_row >= 0)
-    return PyErr_Format(PyExc_IndexError, "the page table of row %lld names a page that does not exist",
+    return PyErr_Format(PyExc_IndexError,
+                        "the page table of row %lld names a page that does not exist",
                         static_cast<long long>(bad_row));
   Py_RETURN_NONE;
 }
