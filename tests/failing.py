@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.message import Message
 
-from kvservice.core.errors import KVServiceError
+from kvservice.core.errors import DeadlineExceeded, KVServiceError
 from kvservice_client._transport import AttendStream, Dial, Transport
 
 
@@ -19,6 +20,8 @@ class Failing:
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
+        self._delayed: str | None = None
+        self._late: list[Callable[[], Any]] = []
         self._next: list[tuple[str | None, type[KVServiceError], bool, int]] = []
         self.calls: list[str] = []
 
@@ -41,12 +44,26 @@ class Failing:
         """
         self._next.append((method, error, carried_out, after))
 
+    def delay(self, method: str) -> None:
+        """Let the next call of a method take too long: it arrives with `arrive`, if at all."""
+        self._delayed = method
+
+    def arrive(self) -> None:
+        """Carry out the calls that were delayed, whatever becomes of them."""
+        while self._late:
+            with contextlib.suppress(KVServiceError):
+                self._late.pop()()
+
     def heal(self) -> None:
         """Let no more calls fail."""
         self._next.clear()
 
     def carry(self, method: str, call: Callable[[], Any]) -> Any:
         self.calls.append(method)
+        if self._delayed == method:
+            self._delayed = None
+            self._late.append(call)
+            raise DeadlineExceeded("the call is late")
         for index, (name, error, carried_out, after) in enumerate(self._next):
             if name != method and (name or method in ("Release", "RenewLease")):
                 continue

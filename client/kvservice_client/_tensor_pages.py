@@ -256,10 +256,26 @@ class TensorPages:
             if session.num_rows != num_rows:
                 session.select([0] * num_rows)
         else:
-            session.pop(keep=start)
+            start = _cut(session, start)
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
             _write(session, layer, k, v, start, self.stored(layer))
         self.session, self._shapes = session, {**self._shapes, **shapes}
+
+
+def _cut(session: Session, start: int) -> int:
+    """Cut a session to `start` tokens or fewer, and return to how many, at a new epoch.
+
+    A call that nobody waits for any more may still be under way: it is refused by then.
+    """
+    epoch = session.epoch
+    session.pop(keep=start)
+    if session.epoch == epoch and start > 0:
+        start -= 1
+        session.pop(keep=start)
+    if session.epoch == epoch:
+        start = 0
+        session.reset()
+    return start
 
 
 def _write(

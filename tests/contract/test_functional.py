@@ -621,6 +621,19 @@ def test_failing_update(
     eventually(lambda: backend.num_sessions() <= 2 + (method == "Write"))
 
 
+def test_update_that_arrives_late(client: Client, failing: Failing, library: Library) -> None:
+    """What was given up on, and arrives behind what was done instead, shows nowhere."""
+    empty = init_kv_layer_cache(1, 2, 4, 8, library.float32, client=client)
+    grown = update(empty, library, 0, 1, 2)
+    failing.delay("Write")
+    with pytest.raises(DeadlineExceeded):
+        update(grown, library, 2, 6, 6, 6)
+    again = update(update(grown, library, 2, 3), library, 5, 4)
+    failing.arrive()
+    assert_shows(again, [1, 2, 3, 0, 0, 4, 0, 0], 6)
+    assert_shows(grown, [1, 2, 0, 0, 0, 0, 0, 0], 2)
+
+
 def test_failing_read(client: Client, failing: Failing, library: Library) -> None:
     """Arrays that cannot be read are an error, never something else, and can be asked for again."""
     first = update(init_kv_layer_cache(1, 2, 4, 8, library.float32, client=client), library, 0, 1)

@@ -221,3 +221,19 @@ def test_both_parts_or_none(service: Service, operation: str, failure: str, part
         assert_same(one, expected)
         assert one.seen_tokens == 5
         assert_same(attach(one, service.client), expected)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("stored", [0, 1, 5])
+def test_call_that_arrives_late_changes_nothing(service: Service, kind: str, stored: int) -> None:
+    """What was given up on, and arrives behind what was done instead, is refused."""
+    cache = a_cache(kind, service.client)
+    cache.update(*random_states(5, rows=2), 0)
+    cache.update(*random_states(stored, rows=2), 1)
+    service.failing.delay("Write")
+    with pytest.raises(DeadlineExceeded):
+        cache.update(*random_states(2, rows=2), 1)
+    cache.update(*random_states(2, rows=2), 1)
+    service.failing.arrive()
+    expected = contents(cache)
+    assert_same(attach(cache, service.client), expected)
