@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
 
 from kvservice.clock import SystemClock
-from kvservice.config import ManagerSettings
 from kvservice.embedded import embedded
-from kvservice.runtime.manager import ManagerServer
 from kvservice_client import Client, connect
+from tests.processes import running_service, stored_tokens
 
 torch.set_num_threads(1)  # tiny models: threads only wait for each other
 
@@ -41,13 +37,6 @@ def embedded_service() -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
-def embedded_three() -> Iterator[Client]:
-    """Three workers in this process."""
-    with embedded(num_workers=3) as client:
-        yield client
-
-
 @pytest.fixture
 def client(embedded_service: Client) -> Iterator[Client]:
     """A client of one worker in this process, which holds no page afterwards."""
@@ -56,25 +45,40 @@ def client(embedded_service: Client) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Client]:
-    """Two workers in processes of their own, and a manager, all behind real connections."""
-    with ExitStack() as running:
-        manager = running.enter_context(ManagerServer(ManagerSettings()))
-        for name in ("one", "two"):
-            worker = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kvservice", "worker", "--id", name, "--port", "0"),
-                    *("--memory", "256MiB", "--manager", manager.address),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            running.enter_context(worker)  # waits for its end
-            running.callback(worker.terminate)
-        client = running.enter_context(connect(manager.address))
-        clock = SystemClock()
-        deadline = clock.monotonic() + 110.0
-        while len(client.list_workers()) < 2:
-            assert clock.monotonic() < deadline, "the workers have not registered"
-            clock.wait(threading.Event(), 0.05)
+def service_address() -> Iterator[str]:
+    """A manager and two workers, each a process of its own."""
+    with running_service() as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def grpc_service(service_address: str) -> Iterator[Client]:
+    """A client of them that knows no other way than gRPC."""
+    with connect(service_address, lane=False) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def lane_service(service_address: str) -> Iterator[Client]:
+    """A client of them as users have it: attention by the workers' lanes."""
+    with connect(service_address) as client:
+        yield client
+
+
+@pytest.fixture
+def grpc_client(grpc_service: Client) -> Iterator[Client]:
+    """The client that takes gRPC; the workers hold no page afterwards."""
+    yield grpc_service
+    assert_no_pages(grpc_service)
+
+
+@pytest.fixture
+def striped_client(grpc_service: Client) -> Iterator[Client]:
+    """As `grpc_client`; and both workers must have stored tokens in the meantime."""
+    before = stored_tokens(grpc_service)
+    assert len(before) == 2
+    yield grpc_service
+    assert_no_pages(grpc_service)
+    after = stored_tokens(grpc_service)
+    idle = [worker for worker in before if after[worker] == before[worker]]
+    assert not idle, f"workers that were given no token: {idle}"

@@ -21,6 +21,8 @@ from tests.e2e.scenarios import Results, padded, prompt
 pytestmark = pytest.mark.matrix
 
 NewCache = Callable[[], EncoderDecoderCache]
+Build = Callable[[], Any]
+Case = Callable[[Any, NewCache], Results]
 
 
 @functools.cache
@@ -156,16 +158,25 @@ CASES = [
     ),
     *((whisper, case) for case in (whisper_greedy, whisper_beam)),
 ]
+NAMES = [case.__name__ for _, case in CASES]
 
 
 @pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
 @pytest.mark.parametrize("mode", ["attend", "auto", "fetch"])
-@pytest.mark.parametrize(("build", "case"), CASES, ids=[case.__name__ for _, case in CASES])
-def test_encoder_decoder(
-    client: Client, build: Callable[[], Any], case: Callable[[Any, NewCache], Results], mode: str
-) -> None:
+@pytest.mark.parametrize(("build", "case"), CASES, ids=NAMES)
+def test_encoder_decoder(grpc_client: Client, build: Build, case: Case, mode: str) -> None:
     """Both caches are remote; the cross-attention cache is built without a config."""
-    model = build()
+    check(grpc_client, build(), case, mode)
+
+
+@pytest.mark.parametrize(("build", "case"), CASES, ids=NAMES)
+def test_striped_encoder_decoder(striped_client: Client, build: Build, case: Case) -> None:
+    """What the encoder said is on both workers."""
+    check(striped_client, build(), case, "attend", spread=2, page_size=2)
+
+
+def check(client: Client, model: Any, case: Case, mode: str, **options: int) -> None:
+    """Compare a case with local caches and with remote ones."""
     model.set_attn_implementation("sdpa")
     config = model.config
     local = case(model, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()))
@@ -174,7 +185,8 @@ def test_encoder_decoder(
 
     def new_cache() -> EncoderDecoderCache:
         return EncoderDecoderCache(
-            RemoteCache(client, config, mode=mode), RemoteCache(client, mode=mode)
+            RemoteCache(client, config, mode=mode, **options),
+            RemoteCache(client, mode=mode, **options),
         )
 
     assert difference(case(model, new_cache), tuple(local)) is None
