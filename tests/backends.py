@@ -109,6 +109,13 @@ class Switch:
         return getattr(self.service, name)
 
 
+class _Silent:
+    """Heartbeats of the dead."""
+
+    def messages(self) -> Iterator[Any]:
+        return iter(())
+
+
 @contextmanager
 def embedded_backend(
     *, num_workers: int = 1, memory_bytes: int = 1 << 26, clock: Clock | None = None
@@ -123,6 +130,9 @@ def embedded_backend(
 
     def kill(index: int) -> None:
         switches[index].service = None
+        service._sources[index] = _Silent()  # type: ignore[call-overload]
+        config = service.workers[index].config
+        service.manager._routes.cut_off(config.worker_id, config.incarnation)
 
     def restart(index: int) -> None:
         worker = service.workers[index]

@@ -24,10 +24,15 @@ class Faults:
         self._losses: Counter[tuple[str, str]] = Counter()  # method, "request" or "answer"
         self._skip: Counter[str] = Counter()
         self._cut: set[str] = set()
+        self._num_breaks = 0
         self.log: list[tuple[str, str, bytes]] = []  # address, method, request
 
     def dial(self, address: str) -> Transport:
-        return _Transport(self, address)
+        return _Transport(self, address, self._num_breaks)
+
+    def break_connections(self) -> None:
+        """Let nothing through on the connections that there are. New ones are as good as any."""
+        self._num_breaks += 1
 
     def lose(self, method: str, what: str, *, times: int = 1, after: int = 0) -> None:
         """Lose the next requests or answers of a method, after letting some through."""
@@ -51,11 +56,16 @@ class Faults:
         return [(address, request) for address, name, request in self.log if name == method]
 
     def carry(
-        self, address: str, method: str, request: Message, call: Callable[[Transport], Any]
+        self,
+        address: str,
+        method: str,
+        request: Message,
+        call: Callable[[Transport], Any],
+        made_at: int,
     ) -> Any:
-        """Carry out a call, or lose it."""
+        """Carry out a call, or lose it. `made_at` counts breaks when the connection was made."""
         self.log.append((address, method, request.SerializeToString(deterministic=True)))
-        if address in self._cut:
+        if address in self._cut or made_at < self._num_breaks:
             raise Unavailable("the connection is cut")
         if self._skip[method] > 0:
             self._skip[method] -= 1
@@ -79,9 +89,10 @@ class Faults:
 
 
 class _Transport:
-    def __init__(self, faults: Faults, address: str) -> None:
+    def __init__(self, faults: Faults, address: str, made_at: int) -> None:
         self._faults = faults
         self._address = address
+        self._made_at = made_at
 
     def call(self, service: str, method: str, request: Message, *, timeout_s: float) -> Any:
         return self._faults.carry(
@@ -89,19 +100,28 @@ class _Transport:
             method,
             request,
             lambda way: way.call(service, method, request, timeout_s=timeout_s),
+            self._made_at,
         )
 
     def open_stream(self) -> AttendStream:
-        return _Stream(self._faults, self._address)
+        return _Stream(self._faults, self._address, self._made_at)
 
     def write(self, call: Any, *, timeout_s: float) -> Any:
         return self._faults.carry(
-            self._address, "Write", call, lambda way: way.write(call, timeout_s=timeout_s)
+            self._address,
+            "Write",
+            call,
+            lambda way: way.write(call, timeout_s=timeout_s),
+            self._made_at,
         )
 
     def read(self, request: Any, *, timeout_s: float) -> Any:
         return self._faults.carry(
-            self._address, "Read", request, lambda way: way.read(request, timeout_s=timeout_s)
+            self._address,
+            "Read",
+            request,
+            lambda way: way.read(request, timeout_s=timeout_s),
+            self._made_at,
         )
 
     def close(self) -> None:
@@ -109,9 +129,10 @@ class _Transport:
 
 
 class _Stream:
-    def __init__(self, faults: Faults, address: str) -> None:
+    def __init__(self, faults: Faults, address: str, made_at: int) -> None:
         self._faults = faults
         self._address = address
+        self._made_at = made_at
         self._sent: Any = None
 
     def attend(self, call: Any, *, timeout_s: float) -> Any:
@@ -120,6 +141,7 @@ class _Stream:
             "Attend",
             call,
             lambda way: way.open_stream().attend(call, timeout_s=timeout_s),
+            self._made_at,
         )
 
     def send(self, call: Any, *, timeout_s: float) -> None:

@@ -10,13 +10,17 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from kvservice.clock import Clock, SystemClock
-from kvservice.core.errors import Unavailable
+from kvservice.core.errors import KVServiceError, Unavailable
+from kvservice.v1 import types_pb2
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._retry import Detection, Random, Retrier, RetryPolicy
 from kvservice_client._transport import Dial, Transport
 
 FRONT: Final = ""
 """Stands for the address that the client was connected to."""
+
+MAX_KNOCK_S: Final = 1.0
+"""How long a silent worker may take to answer over a new connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class ClientConfig:
 
     Fields:
         timeout_s: For one call of the client's or a session's, retries included.
-        detection_s: A worker that does not answer for so long is dead: PagesLost.
+        detection_s: A worker that does not answer for so long, over a new connection either, and
+            that the manager does not call alive, is dead: PagesLost.
         silence_s: The longest that a connection can be dead unnoticed.
     """
 
@@ -61,10 +66,12 @@ class Connections:
         self.config = config if config is not None else ClientConfig()
         self.clock: Clock = clock if clock is not None else SystemClock()
         self.retrier = Retrier(self.clock, rng, self.config.retry)
-        self.detection = Detection(self.config.detection_s, self.config.silence_s)
+        self.knock_s = min(MAX_KNOCK_S, self.config.detection_s / 4)
+        self.detection = Detection(self.config.detection_s - self.knock_s, self.config.silence_s)
         self._dial = dial
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
+        self._replaced: list[Transport] = []  # calls on them may still be under way
         self._closed = False
         self._on_close = on_close
 
@@ -80,6 +87,31 @@ class Connections:
                 if transport is None:
                     transport = self._transports[address] = self._dial(address)
         return transport
+
+    def knock(self, address: str) -> str | None:
+        """Ask a worker over a new connection who it is, where the old one brings no answers.
+
+        If it answers, the new connection replaces the old one.
+
+        Returns:
+            The incarnation that answers; None if nobody does.
+        """
+        transport = self._dial(address or self.front)
+        request = types_pb2.PageStatsRequest()
+        try:
+            answer = transport.call(WORKER.full_name, "PageStats", request, timeout_s=self.knock_s)
+        except KVServiceError:
+            transport.close()
+            return None
+        with self._lock:
+            if self._closed:
+                transport.close()
+                return None
+            old = self._transports.pop(address or self.front, None)
+            self._transports[address or self.front] = transport
+            if old is not None:
+                self._replaced.append(old)
+        return str(answer.workers[0].incarnation)
 
     def ask(
         self,
@@ -112,7 +144,7 @@ class Connections:
         """End everything in flight."""
         with self._lock:
             self._closed = True
-            transports = list(self._transports.values())
+            transports = [*self._transports.values(), *self._replaced]
         self.retrier.close()
         for transport in transports:
             transport.close()

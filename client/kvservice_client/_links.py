@@ -27,7 +27,7 @@ from kvservice_client._connections import FRONT, Connections
 from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease
 from kvservice_client._mirror import Mirror
-from kvservice_client._retry import Attempt, ServerDead
+from kvservice_client._retry import Attempt, ServerDead, Verdict
 from kvservice_client._transport import AttendStream
 
 OUTCOME_UNKNOWN: Final = (PagesLost, Unavailable, DeadlineExceeded, InternalError)
@@ -35,6 +35,13 @@ OUTCOME_UNKNOWN: Final = (PagesLost, Unavailable, DeadlineExceeded, InternalErro
 
 ASK_TIMEOUT_S: Final = 0.5
 """How long the manager may think about whether a worker is dead."""
+
+_VERDICTS: Final = {
+    manager_pb2.WORKER_STATE_DEAD: Verdict.DEAD,
+    # It has been heard within the last seconds: if we cannot reach it, the way there is cut.
+    manager_pb2.WORKER_STATE_ALIVE: Verdict.ALIVE,
+    manager_pb2.WORKER_STATE_DRAINING: Verdict.ALIVE,
+}
 
 T = TypeVar("T")
 AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
@@ -45,7 +52,8 @@ class Links:
     """A session's ways to its workers. The session's lock is held by the caller.
 
     Every method tries again while a worker does not answer; when it counts as dead, or lives
-    another life, the extent is marked lost and PagesLost raised.
+    another life, the extent is marked lost and PagesLost raised. One that lives, but that no way
+    leads to, is never lost: WorkerLost, in the end.
     """
 
     def __init__(self, connections: Connections, mirror: Mirror, lease: Lease) -> None:
@@ -135,7 +143,7 @@ class Links:
                 attempt,
                 connections.config.timeout_s,
                 connections.detection,
-                lambda: self._is_known_dead(extent),
+                lambda is_over: self._judge(extent, is_over),
             )
         except (ServerDead, StaleWorker) as error:
             extent.lost = True
@@ -151,20 +159,31 @@ class Links:
         self.lease.renewed(connections.clock.monotonic())
         return result
 
-    def _is_known_dead(self, extent: Extent) -> bool:
-        """Ask the manager, which may know sooner than we can tell."""
+    def _judge(self, extent: Extent, is_over: bool) -> Verdict:
+        """Say whether a silent worker lives: by the manager's word, or at last by its own."""
+        verdict = self._ask_manager_about(extent)
+        if verdict is Verdict.DEAD or not is_over:
+            return verdict
+        incarnation = self.connections.knock(extent.address)
+        if incarnation is None:
+            return verdict
+        extent.close_stream()  # that went the old way
+        return Verdict.ALIVE if incarnation == extent.incarnation else Verdict.DEAD
+
+    def _ask_manager_about(self, extent: Extent) -> Verdict:
         if self.connections.lone_worker:
-            return False
+            return Verdict.UNKNOWN
         try:
             request = manager_pb2.ListWorkersRequest()
             workers = self.ask_front("ListWorkers", request, timeout_s=ASK_TIMEOUT_S).workers
         except KVServiceError:
-            return False
-        mine = [one for one in workers if one.worker_id == extent.worker_id]
-        return any(
-            one.incarnation != extent.incarnation or one.state == manager_pb2.WORKER_STATE_DEAD
-            for one in mine
-        )
+            return Verdict.UNKNOWN
+        for one in workers:
+            if one.worker_id == extent.worker_id:
+                if one.incarnation != extent.incarnation:
+                    return Verdict.DEAD
+                return _VERDICTS.get(one.state, Verdict.UNKNOWN)
+        return Verdict.UNKNOWN
 
     def _lost(self, extent: Extent) -> KVServiceError:
         if self._mirror.find_lost() is None:  # a spare: nothing was there

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, TypeVar
 
 from kvservice.clock import Clock
@@ -51,6 +52,19 @@ class ServerDead(Exception):
     """Nobody has answered for the whole detection time. Never leaves the client."""
 
 
+class Verdict(Enum):
+    """What somebody else says about a server that does not answer."""
+
+    DEAD = "dead"
+    ALIVE = "alive"
+    UNKNOWN = "unknown"
+
+
+Judge = Callable[[bool], Verdict]
+"""Says what is known of a silent server. Told whether the detection time is over, and so whether
+nothing but its word stands between the server and its being given up. Must not raise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Detection:
     """When a server counts as dead.
@@ -83,15 +97,15 @@ class Retrier:
         attempt: Attempt[T],
         timeout_s: float,
         detection: Detection | None = None,
-        known_dead: Callable[[], bool] | None = None,
+        judge: Judge | None = None,
     ) -> T:
         """Return what `attempt` returns, trying again while nobody answers.
 
         Args:
             timeout_s: For all tries together.
             detection: When to give up before that. None: never.
-            known_dead: Asked after each failed try but the first: whether somebody knows that the
-                server is dead. Must not raise, nor take long.
+            judge: Asked after each failed try but the first. Whom it calls alive is not given up:
+                it is the way there that is broken.
 
         Raises:
             ServerDead: Nobody has answered for the detection time, or it is known to be dead.
@@ -117,10 +131,14 @@ class Retrier:
                 failure = error
             now = self._clock.monotonic()
             tries.failed(failure, began, now)
-            if tries.num_failures > 1 and (
-                now >= tries.give_up_at or (known_dead is not None and known_dead())
-            ):
-                raise ServerDead(str(failure)) from failure
+            if tries.num_failures > 1:
+                is_over = now >= tries.give_up_at
+                verdict = Verdict.UNKNOWN if judge is None else judge(is_over)
+                if verdict is Verdict.DEAD or (is_over and verdict is Verdict.UNKNOWN):
+                    raise ServerDead(str(failure)) from failure
+                if is_over:
+                    tries.begin_again()
+                now = self._clock.monotonic()
             delay_s = self._policy.delay_s(tries.num_failures, self._rng)
             if now + delay_s >= deadline or self._clock.wait(self._closed, delay_s):
                 raise _last_word(failure, timeout_s) from failure.__cause__
@@ -136,10 +154,14 @@ class _Tries:
         self.num_failures = 0
         self.give_up_at = float("inf")
 
+    def begin_again(self) -> None:
+        """The server lives: the next failure begins another detection time."""
+        self.give_up_at = float("inf")
+
     def failed(self, failure: KVServiceError, began: float, now: float) -> None:
         self.num_failures += 1
         if isinstance(failure, Overloaded):
-            self.give_up_at = float("inf")  # it lives
+            self.begin_again()
         elif self.give_up_at == float("inf") and self._detection is not None:
             dead_since = max(began, now - self._detection.silence_s)
             self.give_up_at = dead_since + self._detection.dead_after_s

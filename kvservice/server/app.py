@@ -172,7 +172,10 @@ def _options(limits: ServerLimits) -> list[tuple[str, int]]:
         # Connections on which nothing is said, or not HTTP/2.
         ("grpc.server_handshake_timeout_ms", 5000),
         ("grpc.settings_timeout", 5000),
-        # Clients ping to notice a dead server; this is how we notice a dead client.
+        # Clients ping to notice a dead server. On a busy machine pings arrive late and together:
+        # nobody is cut off for that.
+        ("grpc.http2.max_ping_strikes", 0),
+        # This is how we notice a dead client.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(limits.ping_interval_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 10_000),

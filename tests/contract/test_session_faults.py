@@ -346,6 +346,33 @@ def test_a_cut_that_heals(start: Start) -> None:
     driver.check_stored()
 
 
+def test_a_cut_longer_than_the_detection_time(start: Start) -> None:
+    """A worker that the manager hears is not lost because no way leads to it for a while."""
+    backend = start()
+    faults, client = faulty(backend)
+    driver = Driver.open(client, page_size=4)
+    driver.step(5)
+    started = backend.clock.monotonic()
+    faults.lose("Attend", "request", times=60)
+    driver.step()
+    assert backend.clock.monotonic() - started > 2 * QUICK.detection_s
+    driver.check_stored()
+
+
+@pytest.mark.parametrize("lone", [False, True], ids=["manager", "lone"])
+def test_broken_connections(start: Start, lone: bool) -> None:
+    """Where only the old connection is broken, a new one takes its place, and nothing is lost."""
+    backend = start()
+    faults = Faults(backend.dial)
+    client = backend.connect(dial=faults.dial, config=QUICK, lone=lone)
+    driver = Driver.open(client, page_size=4)
+    driver.step(5)
+    for _ in range(2):
+        faults.break_connections()
+        driver.step()
+    driver.check_stored()
+
+
 def test_the_manager_may_be_away(start: Start) -> None:
     """Decoding, forks and changes go on without the manager."""
     backend = start()

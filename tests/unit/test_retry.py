@@ -20,7 +20,7 @@ from kvservice.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from kvservice_client._retry import Detection, Retrier, RetryPolicy, ServerDead
+from kvservice_client._retry import Detection, Retrier, RetryPolicy, ServerDead, Verdict
 from kvservice_client._watchdog import NEVER, Watchdog
 from kvservice_client.testing import eventually
 
@@ -144,19 +144,37 @@ def test_somebody_knows_that_it_is_dead() -> None:
     """Then nobody waits for the detection time; a single failed try asks nobody."""
     clock = WaitingClock()
     started = clock.monotonic()
-    asked: list[float] = []
+    asked: list[bool] = []
 
-    def known_dead() -> bool:
-        asked.append(clock.monotonic())
-        return len(asked) == 2
+    def judge(is_over: bool) -> Verdict:
+        asked.append(is_over)
+        return Verdict.DEAD if len(asked) == 2 else Verdict.ALIVE
 
     server = Server(clock, [Unavailable("x")])
-    assert retrier(clock).run(server, 60.0, DETECTION, known_dead) == "answer"
+    assert retrier(clock).run(server, 60.0, DETECTION, judge) == "answer"
     assert not asked
     server = Server(clock, [Unavailable("x")] * 1000)
     with pytest.raises(ServerDead):
-        retrier(clock).run(server, 60.0, DETECTION, known_dead)
+        retrier(clock).run(server, 60.0, DETECTION, judge)
+    assert asked == [False, False]
     assert clock.monotonic() - started < 0.5
+
+
+def test_a_server_that_lives_is_not_given_up() -> None:
+    """However long no way leads to it; the judge is told when nothing else speaks for it."""
+    clock = WaitingClock()
+    asked: list[bool] = []
+
+    def judge(is_over: bool) -> Verdict:
+        asked.append(is_over)
+        return Verdict.ALIVE if is_over else Verdict.UNKNOWN
+
+    server = Server(clock, [Unavailable("cut")] * 1000)
+    with pytest.raises(Unavailable, match="cut"):
+        retrier(clock).run(server, 30.0, DETECTION, judge)
+    assert sum(asked) == 6, "once for each detection time of 4 s and a delay"
+    server = Server(clock, [Unavailable("cut")] * 15)
+    assert retrier(clock).run(server, 30.0, DETECTION, judge) == "answer"
 
 
 def test_a_detection_longer_than_the_deadline() -> None:
