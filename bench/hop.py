@@ -24,7 +24,6 @@ from kvservice.clock import SystemClock, now_ns
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.geometry import DType, HostTensor
 from kvservice.core.session import AttendCall, Mask, SessionSpec, StepHeader
-from kvservice.metrics import WorkerMetrics
 from kvservice.v1 import worker_pb2
 from kvservice.wire import calls
 from kvservice.wire.fragments import frames
@@ -70,8 +69,7 @@ class Layers:
 def measure_around_kernel(report: Report, rounds: int = 60) -> float:
     """Time a worker's answers, bytes to bytes, in this process; return the kernel's seconds."""
     config = WorkerConfig("bench", "life", budget_bytes=1 << 30)
-    metrics = WorkerMetrics("bench", "cpu")
-    worker = PageWorker(config, clock=SystemClock(), recorder=metrics)
+    worker = PageWorker(config, clock=SystemClock())
     service = WorkerService(worker)
     worker.allocate(ANONYMOUS.tenant, SESSION, SessionSpec(1))
     parts: dict[str, list[float]] = {name: [] for name in ("decode", "serve", "kernel", "encode")}

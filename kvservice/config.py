@@ -160,6 +160,16 @@ def _check_listening(
         )
 
 
+def revision() -> str:
+    """Return the revision that this was built from, by `KVSERVICE_REVISION`. Empty: unknown."""
+    return os.environ.get("KVSERVICE_REVISION", "")
+
+
+def failpoints() -> list[str]:
+    """Return the names of the settings that make Ray inject faults into this process's calls."""
+    return sorted(name for name in os.environ if name.startswith("RAY_testing_"))
+
+
 def environment() -> dict[str, str]:
     """Return a copy of this process's environment, for processes that it starts."""
     return dict(os.environ)

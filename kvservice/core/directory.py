@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from kvservice.core.errors import StaleWorker
+from kvservice.core.errors import StaleWorker, WorkerNotFound
 from kvservice.core.lease import LeaseTable
 
 SessionKey = tuple[str, str]  # tenant, session id
@@ -46,12 +46,18 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What the directory knows of a worker. `heard_at` is on the directory's monotonic clock."""
+    """What the directory knows of a worker.
+
+    Fields:
+        heard_at: On the directory's monotonic clock.
+        restarts: How often another incarnation has taken its place.
+    """
 
     record: WorkerRecord
     state: WorkerState
     num_sessions: int
     heard_at: float
+    restarts: int = 0
 
 
 @dataclass(slots=True)
@@ -60,6 +66,8 @@ class _Worker:
     heard_at: float
     cut_off: bool = False
     dead: bool = False
+    drain_by: float | None = None  # it is to leave, then at the latest
+    restarts: int = 0
     sessions: dict[SessionKey, float] = field(default_factory=dict)  # key -> ttl_s
 
 
@@ -84,6 +92,7 @@ class Directory:
         self._workers: dict[str, _Worker] = {}
         self._holders: dict[SessionKey, dict[str, None]] = {}
         self._replaced: dict[str, deque[str]] = {}
+        self._left: set[str] = set()  # workers that were drained, and have not come back
         self._losses: dict[SessionKey, _Loss] = {}
         self._forget_at: LeaseTable[SessionKey] = LeaseTable()
 
@@ -107,7 +116,12 @@ class Directory:
         elif known is not None:
             for key in list(known.sessions):
                 self._forget(key, record.worker_id)
-        self._workers[record.worker_id] = _Worker(record, now)
+        worker = self._workers[record.worker_id] = _Worker(record, now)
+        self._left.discard(record.worker_id)
+        if known is not None and known.record.incarnation == record.incarnation:
+            worker.drain_by, worker.restarts = known.drain_by, known.restarts
+        elif known is not None:
+            worker.restarts = known.restarts + 1
         for key, ttl_s in sessions:
             self.note(key, record.worker_id, ttl_s)
 
@@ -160,6 +174,40 @@ class Directory:
             replaced = self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED_INCARNATIONS))
             replaced.append(incarnation)
             self._lose_all(worker, now)
+
+    # Leaving
+
+    def drain(self, worker_id: str, leave_by: float) -> None:
+        """Let a worker open no more sessions, and leave at `leave_by` at the latest.
+
+        Raises:
+            WorkerNotFound: There is none of that name, or it is dead.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.dead:
+            raise WorkerNotFound(f"no worker {worker_id} is registered", worker_id=worker_id)
+        worker.drain_by = leave_by
+
+    def leave_by(self, worker_id: str) -> float | None:
+        """Return when a worker is to have left; None: it is not to."""
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.drain_by
+
+    def leave(self, worker_id: str, incarnation: str, now: float) -> None:
+        """Note that a worker has left as it was asked to: with what it still held, if anything.
+
+        It is listed no more.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.record.incarnation == incarnation:
+            self.bury(worker_id, incarnation, now)
+            del self._workers[worker_id]
+            self._left.add(worker_id)
+
+    @property
+    def num_left(self) -> int:
+        """Workers that were drained, and have not come back."""
+        return len(self._left)
 
     # Sessions
 
@@ -226,7 +274,11 @@ class Directory:
         """Return all workers by id, dead ones until another incarnation registers."""
         return [
             WorkerView(
-                worker.record, self._state(worker, now), len(worker.sessions), worker.heard_at
+                worker.record,
+                self._state(worker, now),
+                len(worker.sessions),
+                worker.heard_at,
+                worker.restarts,
             )
             for _, worker in sorted(self._workers.items())
         ]
@@ -266,7 +318,8 @@ class Directory:
             return WorkerState.DEAD
         if worker.cut_off or now - worker.heard_at > self._suspect_after_s:
             return WorkerState.SUSPECT
-        return WorkerState.DRAINING if worker.record.draining else WorkerState.ALIVE
+        leaving = worker.record.draining or worker.drain_by is not None
+        return WorkerState.DRAINING if leaving else WorkerState.ALIVE
 
 
 def _stale(record: WorkerRecord) -> StaleWorker:

@@ -1,22 +1,8 @@
-"""Where durations go: the shell hands a recorder to whoever measures."""
+"""Who is told what happens at a server's calls: the shell hands these to whoever measures."""
 
 from __future__ import annotations
 
 from typing import Protocol
-
-
-class Recorder(Protocol):
-    """Receives what counters of state cannot tell. Must be fast and thread-safe."""
-
-    def attention(self, seconds: float, num_rows: int) -> None:
-        """Note one attention call: seconds of compute, and rows in the batch."""
-
-
-class NullRecorder:
-    """Forgets everything."""
-
-    def attention(self, seconds: float, num_rows: int) -> None:
-        del seconds, num_rows
 
 
 class MethodRecorder(Protocol):
@@ -31,8 +17,24 @@ class MethodRecorder(Protocol):
     def sent(self) -> None:
         """A message of an answer goes out."""
 
+    def first_sent(self, seconds: float) -> None:
+        """The first message of a stream goes out, so long after the stream began."""
+
+    def answered(self, code: str, seconds: float) -> None:
+        """One of the calls that a stream carries has been answered."""
+
     def handled(self, code: str, seconds: float) -> None:
         """A call has ended, with a status code by its name (`NOT_FOUND`)."""
+
+
+class QueueRecorder(Protocol):
+    """Receives what happens to calls that wait for a thread. Must be fast and thread-safe."""
+
+    def entered(self) -> None:
+        """A call begins to wait."""
+
+    def left(self, seconds: float) -> None:
+        """A call has got a thread, after so long."""
 
 
 class RpcRecorder(Protocol):
@@ -40,6 +42,10 @@ class RpcRecorder(Protocol):
 
     def method(self, kind: str, service: str, method: str) -> MethodRecorder:
         """Return a method's recorder. `kind`: unary, client_stream, server_stream, bidi_stream."""
+
+    @property
+    def queue(self) -> QueueRecorder:
+        """The recorder of the server's queue."""
 
 
 class NullMethodRecorder:
@@ -54,8 +60,24 @@ class NullMethodRecorder:
     def sent(self) -> None:
         pass
 
+    def first_sent(self, seconds: float) -> None:
+        del seconds
+
+    def answered(self, code: str, seconds: float) -> None:
+        del code, seconds
+
     def handled(self, code: str, seconds: float) -> None:
         del code, seconds
+
+
+class NullQueueRecorder:
+    """Forgets everything."""
+
+    def entered(self) -> None:
+        pass
+
+    def left(self, seconds: float) -> None:
+        del seconds
 
 
 class NullRpcRecorder:
@@ -64,3 +86,7 @@ class NullRpcRecorder:
     def method(self, kind: str, service: str, method: str) -> MethodRecorder:
         del kind, service, method
         return NullMethodRecorder()
+
+    @property
+    def queue(self) -> QueueRecorder:
+        return NullQueueRecorder()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from kvservice.core.distribution import EMPTY, Distribution
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.geometry import (
     DEFAULT_PAGE_SIZE,
@@ -275,3 +276,9 @@ class WorkerStats:
     read_bytes: int
     lease_expirations: int
     draining: bool = False
+    replays: dict[str, int] = field(default_factory=dict)
+    stale_epochs: int = 0
+    page_discrepancies: dict[str, int] = field(default_factory=dict)
+    attention_seconds: Distribution = EMPTY
+    attention_rows: Distribution = EMPTY
+    session_pages: Distribution = EMPTY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,10 +36,13 @@ from kvservice.core.extents import (
     pages_lost,
     row_lengths,
 )
+from kvservice.core.membership import Event, EventLog
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.session import SessionInfo
 from kvservice.v1 import types_pb2
 from kvservice.wire.convert import session_from_pb, session_to_pb
+
+LOG = logging.getLogger(__name__)
 
 MAX_PARALLEL: Final = 8
 RETRY_DELAY_S: Final = 0.2
@@ -102,6 +106,7 @@ class Routes:
         self._timeout_s = timeout_s
         self._lock = threading.Condition()
         self._directory = Directory(suspect_after_s)
+        self._events = EventLog()
         self._handles: dict[str, tuple[str, WorkerHandle]] = {}  # worker id -> address, handle
         self._busy: set[SessionKey] = set()
         self._threads = ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="kvservice-manager")
@@ -124,22 +129,62 @@ class Routes:
         *,
         expired: Iterable[SessionKey],
         first: bool,
-    ) -> None:
-        """Take a heartbeat; the first of a stream registers. Raises StaleWorker."""
+    ) -> float | None:
+        """Take a heartbeat; the first of a stream registers. Raises StaleWorker.
+
+        Returns:
+            Within how many seconds the worker is to leave; None: it is not to.
+        """
         with self._lock:
             now = self._clock.monotonic()
             if first:
+                known = self._directory.find_worker(record.worker_id)
                 self._directory.register(record, changed, now)
+                self._note_event(record.worker_id, _registered(known, record))
             else:
                 self._directory.heartbeat(record, changed, ended, now, expired=expired)
+            leave_by = self._directory.leave_by(record.worker_id)
+        return None if leave_by is None else max(0.0, leave_by - now)
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
             self._directory.cut_off(worker_id, incarnation)
+            record = self._directory.find_worker(worker_id)
+            if record is not None and record.incarnation == incarnation:
+                self._note_event(worker_id, "its connection has broken")
 
     def bury(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
             self._directory.bury(worker_id, incarnation, self._clock.monotonic())
+            self._note_event(worker_id, "is gone, with what it held")
+
+    def drain(self, worker_id: str, timeout_s: float) -> WorkerView:
+        """Let a worker leave, within `timeout_s` seconds. Raises WorkerNotFound."""
+        with self._lock:
+            now = self._clock.monotonic()
+            self._directory.drain(worker_id, now + timeout_s)
+            self._note_event(worker_id, f"is to leave, within {timeout_s:g} s")
+            views = self._directory.workers(now)
+        return next(view for view in views if view.record.worker_id == worker_id)
+
+    def leave(self, worker_id: str, incarnation: str) -> None:
+        with self._lock:
+            self._directory.leave(worker_id, incarnation, self._clock.monotonic())
+            self._note_event(worker_id, "has left")
+
+    def events(self) -> list[Event]:
+        """Return what has happened lately, oldest first."""
+        with self._lock:
+            return self._events.recent()
+
+    def num_left(self) -> int:
+        """Return how many workers were drained, and have not come back."""
+        with self._lock:
+            return self._directory.num_left
+
+    def _note_event(self, worker_id: str, text: str) -> None:
+        self._events.add(self._clock.time(), worker_id, text)
+        LOG.info("worker %s %s", worker_id, text)
 
     def note(self, key: SessionKey, parts: Sequence[Part], *, settle: bool = False) -> None:
         """Note who holds a session; `settle`: anew, whatever was lost of one of that id."""
@@ -323,6 +368,14 @@ class Routes:
         fresh = self._connect(record.address)
         self._handles[record.worker_id] = (record.address, fresh)
         return handle, fresh
+
+
+def _registered(known: WorkerRecord | None, record: WorkerRecord) -> str:
+    if known is None:
+        return f"has registered, at {record.address}"
+    if known.incarnation != record.incarnation:
+        return "has registered as another incarnation: what the last one held is lost"
+    return "has registered again"
 
 
 def copy_of(request: Any, **changes: Any) -> Any:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvservice.clock import Clock
-from kvservice.core.caller import Caller
+from kvservice.core.caller import Caller, Role
 from kvservice.core.directory import SUSPECT_AFTER_S, WorkerView
 from kvservice.core.errors import (
     Conflict,
     InvalidRequest,
     KVServiceError,
+    PermissionDenied,
     PositionOutOfRange,
     Unavailable,
     Unimplemented,
 )
 from kvservice.core.extents import join_parts, merge_sessions, row_lengths
+from kvservice.core.membership import Event, Membership
+from kvservice.core.recovery import TakeOver
 from kvservice.core.session import SessionInfo
 from kvservice.manager import growth
 from kvservice.manager.routes import Part, Routes, WorkerHandle, copy_of, merged
@@ -31,6 +35,8 @@ from kvservice.wire.convert import (
 )
 
 SETTLE_S: Final = 3.0
+DRAIN_S: Final = 300.0
+MAX_DRAIN_S: Final = 86_400.0
 
 
 class PageManager:
@@ -62,6 +68,10 @@ class PageManager:
         self.workers_expected = workers_expected
         self._clock = clock
         self._settled_at = clock.monotonic() + SETTLE_S
+        self._take_over = TakeOver(
+            incarnation, workers_expected, started_at=clock.monotonic(), settle_s=SETTLE_S
+        )
+        self._take_over_lock = threading.Lock()
         self._routes = Routes(
             connect, clock=clock, timeout_s=forward_timeout_s, suspect_after_s=suspect_after_s
         )
@@ -276,11 +286,31 @@ class PageManager:
         """Return what the manager knows of its workers."""
         return self._routes.workers()
 
+    def membership(self) -> Membership:
+        """Return the workers, how many there should be, and how this manager came to know them."""
+        with self._take_over_lock:
+            recovery = self._take_over.recovery(self._clock.monotonic())
+        expected = max(0, self.workers_expected - self._routes.num_left())
+        return Membership(self.workers(), expected, recovery)
+
+    def events(self) -> list[Event]:
+        """Return what has happened to workers lately, oldest first."""
+        return self._routes.events()
+
     def drain_worker(
         self, request: manager_pb2.DrainWorkerRequest, caller: Caller
     ) -> manager_pb2.DrainWorkerResponse:
-        del request, caller
-        raise Unimplemented("draining a worker through the manager is not implemented")
+        if caller.role is not Role.OPERATOR:
+            raise PermissionDenied("only operators may drain workers")
+        if not request.worker_id:
+            raise InvalidRequest("worker_id is missing")
+        timeout_s = DRAIN_S
+        if request.HasField("timeout"):
+            timeout_s = convert.seconds_from_pb(request.timeout, "timeout")
+        if not 0 <= timeout_s <= MAX_DRAIN_S:
+            raise InvalidRequest(f"timeout must be 0 to {MAX_DRAIN_S:g} s, got {timeout_s:g} s")
+        view = self._routes.drain(request.worker_id, timeout_s)
+        return manager_pb2.DrainWorkerResponse(worker=convert.view_to_pb(view))
 
     def move_session(
         self, request: manager_pb2.MoveSessionRequest, caller: Caller
@@ -297,14 +327,25 @@ class PageManager:
             StaleWorker: The incarnation has been replaced, or never registered.
         """
         del caller
-        self._routes.heartbeat(
-            convert.record_from_pb(request.worker),
+        record = convert.record_from_pb(request.worker)
+        leave_in_s = self._routes.heartbeat(
+            record,
             [convert.report_from_pb(report) for report in request.sessions],
             [_key(report) for report in request.ended_sessions if not report.expired],
             expired=[_key(report) for report in request.ended_sessions if report.expired],
             first=first,
         )
-        return manager_pb2.HeartbeatResponse(manager_incarnation=self.incarnation)
+        if first:
+            with self._take_over_lock:
+                self._take_over.registered(
+                    request.known_manager, len(self.workers()), self._clock.monotonic()
+                )
+        response = manager_pb2.HeartbeatResponse(manager_incarnation=self.incarnation)
+        if request.leaving:
+            self._routes.leave(record.worker_id, record.incarnation)
+        elif leave_in_s is not None:
+            response.drain.CopyFrom(convert.seconds_to_pb(leave_in_s))
+        return response
 
     def heartbeat_ended(self, last: manager_pb2.HeartbeatRequest) -> None:
         """Note that a worker's stream has broken. Nothing is placed there until it is back."""

@@ -41,7 +41,7 @@ class ManagerServer(ProcessServer):
             workers_expected=settings.workers_expected,
         )
         running.callback(self.manager.close)
-        metrics.watch(self.manager.workers, settings.workers_expected, self._clock)
+        metrics.watch(self.manager.membership, self._clock)
         self._serve_metrics(running, metrics, settings)
         server.start(self.manager, MANAGER, recorder=metrics)
         running.callback(lambda: server.stop(self._grace_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
@@ -22,6 +23,7 @@ from kvservice_workers.worker import PageWorker, WorkerConfig
 LOG = logging.getLogger(__name__)
 
 EXPIRY_S: Final = 0.5
+AUDIT_S: Final = 60.0
 
 
 class WorkerServer(ProcessServer):
@@ -31,6 +33,7 @@ class WorkerServer(ProcessServer):
     """
 
     worker: PageWorker
+    _drain: Drain
 
     def __init__(self, settings: WorkerSettings, *, clock: Clock | None = None) -> None:
         super().__init__(settings.limits, clock if clock is not None else SystemClock())
@@ -41,13 +44,14 @@ class WorkerServer(ProcessServer):
 
     def _start(self, running: ExitStack) -> None:
         settings = self.settings
-        metrics = WorkerMetrics(settings.worker_id, settings.device)
+        metrics = WorkerMetrics(settings.worker_id)
         server = self._listen(running, settings.host, settings.port, settings.advertise_host)
-        self.worker = self._make_worker(metrics)
+        self.worker = self._make_worker()
         running.callback(self.worker.close)
         metrics.watch(self.worker.stats)
         self._serve_metrics(running, metrics, settings)
-        expiry = _Expiry(self.worker, self._clock)
+        self._drain = Drain(self.worker, self._clock)
+        expiry = _Expiry(self.worker, self._drain, self._clock)
         running.callback(expiry.stop)
         expiry.start()
         lane = self._lane = self._open_lane(running, metrics)
@@ -60,10 +64,18 @@ class WorkerServer(ProcessServer):
         running.callback(lambda: server.stop(self._grace_s))
         if settings.manager_address is not None:
             source = HeartbeatSource(self.worker, self.metrics_address or "")
-            heartbeat = HeartbeatLoop(source, settings.manager_address, clock=self._clock)
+            heartbeat = HeartbeatLoop(
+                source, settings.manager_address, clock=self._clock, drain=self._drain.within
+            )
+            self._drain.leaving = heartbeat.leave
             running.callback(heartbeat.stop)
             heartbeat.start()
         LOG.info("worker %s serves at %s", settings.worker_id, self.address)
+
+    def wait_until_drained(self) -> None:
+        """Wait until this worker is to leave: the manager has said so, and its sessions have ended
+        or the time for that is over. The caller then stops it, and the manager is told."""
+        self._drain.done.wait()
 
     def _open_lane(self, running: ExitStack, metrics: WorkerMetrics) -> LaneServer | None:
         settings = self.settings
@@ -80,7 +92,7 @@ class WorkerServer(ProcessServer):
         running.callback(lane.stop)
         return lane
 
-    def _make_worker(self, metrics: WorkerMetrics) -> PageWorker:
+    def _make_worker(self) -> PageWorker:
         settings = self.settings
         config = WorkerConfig(
             worker_id=settings.worker_id,
@@ -91,17 +103,49 @@ class WorkerServer(ProcessServer):
             max_sessions=settings.max_sessions,
         )
         try:
-            return PageWorker(config, clock=self._clock, recorder=metrics)
+            return PageWorker(config, clock=self._clock)
         except RuntimeError as error:  # torch's answer to a device that is not there
             first_line = str(error).partition("\n")[0]
             raise ConfigError(f"device {settings.device!r} cannot be used: {first_line}") from error
 
 
-class _Expiry:
-    """Frees sessions whose lease is over."""
+class Drain:
+    """Whether a worker is to leave, and whether it may: `done` is set then."""
 
     def __init__(self, worker: PageWorker, clock: Clock) -> None:
+        self.done = threading.Event()
+        self.leaving: Callable[[], None] = lambda: None  # is told, just before
         self._worker = worker
+        self._clock = clock
+        self._leave_by: float | None = None
+
+    def within(self, seconds: float) -> None:
+        """Open no more sessions; leave when there are none, after `seconds` at the latest."""
+        if self._leave_by is None:
+            LOG.info("draining, for %g s at most", seconds)
+        self._worker.drain()
+        self._leave_by = self._clock.monotonic() + seconds
+
+    def look(self) -> None:
+        """Leave if it is time to."""
+        if self._leave_by is None or self.done.is_set():
+            return
+        left = self._worker.num_sessions
+        if not left or self._clock.monotonic() >= self._leave_by:
+            LOG.log(
+                logging.WARNING if left else logging.INFO, "drained, with %d sessions left", left
+            )
+            self.leaving()
+            self.done.set()
+
+
+class _Expiry:
+    """Frees sessions whose lease is over, audits pages, and looks whether it is time to leave."""
+
+    def __init__(self, worker: PageWorker, drain: Drain, clock: Clock) -> None:
+        self._worker = worker
+        self._drain = drain
+        self._audit_at = clock.monotonic() + AUDIT_S
         self._clock = clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvservice-leases", daemon=True)
@@ -118,8 +162,16 @@ class _Expiry:
         while not self._clock.wait(self._stop, self._pause_s()):
             try:
                 self._worker.expire()
+                self._drain.look()
+                self._audit()
             except Exception:
-                LOG.exception("freeing expired sessions failed")
+                LOG.exception("looking after sessions failed")
+
+    def _audit(self) -> None:
+        if self._clock.monotonic() >= self._audit_at:
+            if wrong := self._worker.audit():
+                LOG.error("%d pages have references that no table explains", wrong)
+            self._audit_at = self._clock.monotonic() + AUDIT_S
 
     def _pause_s(self) -> float:
         """Return the time to wait: a lease that begins meanwhile may end before the next look."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import grpc
@@ -16,6 +15,7 @@ from kvservice.core.errors import Overloaded
 from kvservice.core.recorder import NullRpcRecorder, RpcRecorder
 from kvservice.server.handlers import Handlers
 from kvservice.server.streams import OpenCalls
+from kvservice.server.threads import RpcThreads
 
 FRAME_HEADROOM: Final = 64 << 10  # what a frame has around its payload
 
@@ -43,7 +43,7 @@ class GrpcServer:
         self._credentials = credentials
         self._calls = OpenCalls(self._limits.max_streams, self._clock)
         num_threads = self._limits.max_streams + self._limits.unary_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvservice-rpc")
+        self._threads = RpcThreads(num_threads, self._clock)
         self._health = health.HealthServicer()
         self._started = False
         self._server = grpc.server(
@@ -81,6 +81,8 @@ class GrpcServer:
         recorder: RpcRecorder | None = None,
     ) -> None:
         """Serve, with health and reflection beside. At most once."""
+        recorder = recorder if recorder is not None else NullRpcRecorder()
+        self._threads.recorder = recorder.queue
         names = (descriptor.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
@@ -92,7 +94,7 @@ class GrpcServer:
             descriptor,
             limits=self._limits,
             calls=self._calls,
-            recorder=recorder if recorder is not None else NullRpcRecorder(),
+            recorder=recorder,
             clock=self._clock,
         )
         self._server.add_generic_rpc_handlers((handlers,))

@@ -167,7 +167,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                     method.recorder.received()
                     result = method.serve(_decode(method.request, raw), rpc.caller())
                     for frame in frames(result, self._limits.fragment_bytes):
-                        method.recorder.sent()
+                        rpc.sent()
                         yield frame
                 rpc.succeed()
             except Exception as error:
@@ -184,11 +184,13 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> Callable[..., Iterator[bytes]]:
         """Answer each call in order. A call's error travels in its result; the stream goes on."""
 
-        def serve(call: Any, rpc: _Rpc) -> Any:
+        def serve(call: Any, rpc: _Rpc) -> tuple[Any, str]:
             try:
-                return method.serve(call, rpc.caller())
+                return method.serve(call, rpc.caller()), "OK"
             except Exception as error:
-                return result_type(call_id=call.call_id, error=status.to_status(rpc.mapped(error)))
+                told = rpc.mapped(error)
+                failed = result_type(call_id=call.call_id, error=status.to_status(told))
+                return failed, told.code.name
 
         def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
             rpc = self._begin(method, context)
@@ -196,9 +198,11 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 with self._calls.stream(context, timeout_s=idle_s) as stream:
                     for call in self._wholes(method, self._while_idle(raws, stream, idle_s)):
-                        result = serve(call, rpc)
+                        began = self._clock.monotonic()
+                        result, code = serve(call, rpc)
+                        method.recorder.answered(code, self._clock.monotonic() - began)
                         for frame in frames(result, self._limits.fragment_bytes):
-                            method.recorder.sent()
+                            rpc.sent()
                             yield frame
                     if not stream.cancelled:
                         rpc.succeed()
@@ -224,7 +228,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                         first = request is None
                         request = _decode(method.request, raw)
                         answer = method.serve(request, rpc.caller(), first=first)
-                        method.recorder.sent()
+                        rpc.sent()
                         yield answer.SerializeToString()
                     if not stream.cancelled:
                         rpc.succeed()
@@ -289,7 +293,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _Rpc:
     """One call on its way: who calls, how it ends, and that it is counted and logged once."""
 
-    __slots__ = ("_caller", "_clock", "_context", "_ended", "_method", "_started")
+    __slots__ = ("_caller", "_clock", "_context", "_ended", "_method", "_sent", "_started")
 
     def __init__(self, method: Method, context: Any, clock: Clock) -> None:
         self._method = method
@@ -298,6 +302,14 @@ class _Rpc:
         self._started = clock.monotonic()
         self._caller: Caller | None = None
         self._ended = False
+        self._sent = False
+
+    def sent(self) -> None:
+        """A message of a stream goes out."""
+        if not self._sent:
+            self._sent = True
+            self._method.recorder.first_sent(self._clock.monotonic() - self._started)
+        self._method.recorder.sent()
 
     def caller(self) -> Caller:
         if self._caller is None:

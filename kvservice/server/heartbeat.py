@@ -30,6 +30,16 @@ class HeartbeatSource:
         self._worker = worker
         self._metrics_address = metrics_address
         self._cursor = 0
+        self._known_manager = ""
+
+    def answered(self, manager_incarnation: str) -> None:
+        """Note who has answered, to be told to whoever comes after it."""
+        self._known_manager = manager_incarnation
+
+    def farewell(self) -> manager_pb2.HeartbeatRequest:
+        """Return the last message of a worker that leaves."""
+        worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
+        return manager_pb2.HeartbeatRequest(worker=worker, leaving=True)
 
     def begin(self) -> None:
         """Begin a new stream: the next message lists all sessions."""
@@ -42,7 +52,10 @@ class HeartbeatSource:
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
         ends = [_ended(one) for one in ended]
         yield manager_pb2.HeartbeatRequest(
-            worker=worker, sessions=reports[:MAX_SESSIONS], ended_sessions=ends
+            worker=worker,
+            sessions=reports[:MAX_SESSIONS],
+            ended_sessions=ends,
+            known_manager=self._known_manager,
         )
         for start in range(MAX_SESSIONS, len(reports), MAX_SESSIONS):
             more = reports[start : start + MAX_SESSIONS]

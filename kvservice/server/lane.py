@@ -202,7 +202,7 @@ class LaneServer:
                 return
             assert self._service is not None
             connection.pipe.socket.settimeout(self._limits.idle_stream_s)
-            connection.answer_all(caller, self._service, self._limits, self._recorder)
+            connection.answer_all(caller, self._service, self._limits, self._recorder, self._clock)
         except KVServiceError as error:  # of the framing: nothing sensible can follow
             code = error.code.name
             LOG.info("a lane is closed: %s", error)
@@ -238,18 +238,22 @@ class _Connection:
         service: AttendService,
         limits: ServerLimits,
         recorder: MethodRecorder,
+        clock: Clock,
     ) -> None:
         """Answer calls until the peer closes. A call's error travels in its result."""
         pipe, fragment_bytes = self.pipe, limits.fragment_bytes
         for call in self._calls(limits.max_message_bytes):
             recorder.received()
+            began, code = clock.monotonic(), "OK"
             try:
                 result = service.attend(call, caller)
             except Exception as error:
-                answer = status.to_status(explained(error, "Attend"))
+                told = explained(error, "Attend")
+                answer, code = status.to_status(told), told.code.name
                 result = worker_pb2.AttendResult(call_id=call.call_id, error=answer)
             pipe.send(frames(result, fragment_bytes))
             recorder.sent()
+            recorder.answered(code, clock.monotonic() - began)
 
     def _calls(self, max_message_bytes: int) -> Iterator[worker_pb2.AttendCall]:
         joiner = Joiner(max_message_bytes)

@@ -19,6 +19,7 @@ from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.peers import metadata_of
 from kvservice.v1 import manager_pb2
 from kvservice.wire import status
+from kvservice.wire.convert import seconds_from_pb
 from kvservice.wire.names import MANAGER, WORKER
 
 LOG = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ LOG = logging.getLogger(__name__)
 HEARTBEAT_S: Final = 1.0
 MIN_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 2.0
+FAREWELL_S: Final = 2.0
 
 
 class GrpcWorkerHandle:
@@ -67,8 +69,21 @@ class HeartbeatLoop:
     on without a manager, so what goes wrong here is logged and tried again.
     """
 
-    def __init__(self, source: HeartbeatSource, manager_address: str, *, clock: Clock) -> None:
+    def __init__(
+        self,
+        source: HeartbeatSource,
+        manager_address: str,
+        *,
+        clock: Clock,
+        drain: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            drain: Is told within how many seconds the worker is to leave, when the manager says so.
+        """
         self._source = source
+        self._drain = drain
+        self._leaving = False
         self._address = manager_address
         self._clock = clock
         self._stop = threading.Event()
@@ -80,9 +95,15 @@ class HeartbeatLoop:
     def start(self) -> None:
         self._thread.start()
 
+    def leave(self) -> None:
+        """Let the next message be the last: `stop` waits a moment for it to be answered."""
+        self._leaving = True
+
     def stop(self) -> None:
         """End the stream and the thread."""
         self._stop.set()
+        if self._leaving and self._thread.is_alive():
+            self._thread.join(FAREWELL_S)
         with self._lock:
             if self._call is not None:
                 self._call.cancel()
@@ -121,11 +142,11 @@ class HeartbeatLoop:
             while not self._stop.is_set():
                 for message in self._source.messages():
                     requests.put(message)
-                    next(answers)
-                    if not self._answered:
-                        LOG.info("registered with the manager at %s", self._address)
-                    self._answered = True
+                    self._take(next(answers))
                 self._clock.wait(self._stop, HEARTBEAT_S)
+            if self._leaving and self._answered:
+                requests.put(self._source.farewell())
+                next(answers)
         except grpc.RpcError as error:
             if not self._stop.is_set():
                 raise status.from_rpc_error(error) from error
@@ -134,6 +155,14 @@ class HeartbeatLoop:
         finally:
             requests.put(None)
             answers.cancel()
+
+    def _take(self, answer: manager_pb2.HeartbeatResponse) -> None:
+        if not self._answered:
+            LOG.info("registered with the manager at %s", self._address)
+        self._answered = True
+        self._source.answered(answer.manager_incarnation)
+        if answer.HasField("drain"):
+            self._drain(seconds_from_pb(answer.drain, "drain"))
 
     def _open(self, channel: grpc.Channel, requests: Iterator[manager_pb2.HeartbeatRequest]) -> Any:
         method = channel.stream_stream(

@@ -1,3 +1,4 @@
+from google.protobuf import duration_pb2 as _duration_pb2
 from kvservice.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -54,10 +55,12 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("worker_id",)
+    __slots__ = ("worker_id", "timeout")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+    timeout: _duration_pb2.Duration
+    def __init__(self, worker_id: _Optional[str] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
     __slots__ = ("worker",)
@@ -90,17 +93,23 @@ class SessionReport(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ..., expired: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "sessions", "ended_sessions")
+    __slots__ = ("worker", "sessions", "ended_sessions", "known_manager", "leaving")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ENDED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_MANAGER_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     sessions: _containers.RepeatedCompositeFieldContainer[SessionReport]
     ended_sessions: _containers.RepeatedCompositeFieldContainer[SessionReport]
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ...) -> None: ...
+    known_manager: str
+    leaving: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., known_manager: _Optional[str] = ..., leaving: bool = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("manager_incarnation",)
+    __slots__ = ("manager_incarnation", "drain")
     MANAGER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     manager_incarnation: str
-    def __init__(self, manager_incarnation: _Optional[str] = ...) -> None: ...
+    drain: _duration_pb2.Duration
+    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -277,7 +277,12 @@ class PageManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Stops placing sessions on a worker and empties it. Errors: WORKER_NOT_FOUND
+        """Stops placing sessions on a worker, and lets it leave as soon as those it has have ended.
+
+        For operators. Answers at once; the worker is in ListWorkers until it has left. Repeat-safe:
+        the time limit is that of the last call.
+
+        Errors: WORKER_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -155,8 +155,18 @@ class ReasonCount(_message.Message):
     count: int
     def __init__(self, reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
+class Distribution(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "device", "budget_bytes", "arena_bytes", "used_bytes", "session_count", "pools", "page_allocation_count", "page_frees", "allocation_failures", "appended_token_count", "popped_token_count", "appended_bytes", "read_bytes", "lease_expiration_count", "draining")
+    __slots__ = ("worker_id", "incarnation", "address", "device", "budget_bytes", "arena_bytes", "used_bytes", "session_count", "pools", "page_allocation_count", "page_frees", "allocation_failures", "appended_token_count", "popped_token_count", "appended_bytes", "read_bytes", "lease_expiration_count", "draining", "replays", "stale_epoch_count", "page_discrepancies", "attention_seconds", "attention_rows", "session_pages")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +185,12 @@ class WorkerStats(_message.Message):
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_EXPIRATION_COUNT_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REPLAYS_FIELD_NUMBER: _ClassVar[int]
+    STALE_EPOCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_DISCREPANCIES_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_PAGES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -193,7 +209,13 @@ class WorkerStats(_message.Message):
     read_bytes: int
     lease_expiration_count: int
     draining: bool
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., page_allocation_count: _Optional[int] = ..., page_frees: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., allocation_failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., appended_token_count: _Optional[int] = ..., popped_token_count: _Optional[int] = ..., appended_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., lease_expiration_count: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    replays: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    stale_epoch_count: int
+    page_discrepancies: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    attention_seconds: Distribution
+    attention_rows: Distribution
+    session_pages: Distribution
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., page_allocation_count: _Optional[int] = ..., page_frees: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., allocation_failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., appended_token_count: _Optional[int] = ..., popped_token_count: _Optional[int] = ..., appended_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., lease_expiration_count: _Optional[int] = ..., draining: bool = ..., replays: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., stale_epoch_count: _Optional[int] = ..., page_discrepancies: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., attention_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., attention_rows: _Optional[_Union[Distribution, _Mapping]] = ..., session_pages: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
     __slots__ = ("session_id", "spec", "extent_starts", "epoch")

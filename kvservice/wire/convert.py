@@ -17,6 +17,7 @@ from google.protobuf import duration_pb2
 
 from kvservice.core import session as core
 from kvservice.core.directory import SessionKey, WorkerRecord, WorkerState, WorkerView
+from kvservice.core.distribution import Distribution
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.geometry import (
     DEFAULT_PAGE_SIZE,
@@ -203,6 +204,12 @@ def stats_to_pb(stats: core.WorkerStats) -> types_pb2.WorkerStats:
         read_bytes=stats.read_bytes,
         lease_expiration_count=stats.lease_expirations,
         draining=stats.draining,
+        replays=_counts_to_pb(stats.replays),
+        stale_epoch_count=stats.stale_epochs,
+        page_discrepancies=_counts_to_pb(stats.page_discrepancies),
+        attention_seconds=_distribution_to_pb(stats.attention_seconds),
+        attention_rows=_distribution_to_pb(stats.attention_rows),
+        session_pages=_distribution_to_pb(stats.session_pages),
     )
 
 
@@ -226,7 +233,21 @@ def stats_from_pb(pb: types_pb2.WorkerStats) -> core.WorkerStats:
         read_bytes=pb.read_bytes,
         lease_expirations=pb.lease_expiration_count,
         draining=pb.draining,
+        replays={item.reason: item.count for item in pb.replays},
+        stale_epochs=pb.stale_epoch_count,
+        page_discrepancies={item.reason: item.count for item in pb.page_discrepancies},
+        attention_seconds=_distribution_from_pb(pb.attention_seconds),
+        attention_rows=_distribution_from_pb(pb.attention_rows),
+        session_pages=_distribution_from_pb(pb.session_pages),
     )
+
+
+def _distribution_to_pb(found: Distribution) -> types_pb2.Distribution:
+    return types_pb2.Distribution(bounds=found.bounds, counts=found.counts, sum=found.total)
+
+
+def _distribution_from_pb(pb: types_pb2.Distribution) -> Distribution:
+    return Distribution(tuple(pb.bounds), tuple(pb.counts) or (0,), pb.sum)
 
 
 def _pool_to_pb(pool: core.PoolStats) -> types_pb2.PoolStats:

@@ -69,7 +69,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "numpy": ("kvservice_workers.*", "kvservice_client.*", "kvservice.wire.*", "kvservice.demo*"),
     "jax": ("kvservice_client.functional",),
     "transformers": ("kvservice_client.hf*", "kvservice_client._hf*", "kvservice.demo*"),
-    "prometheus_client": ("kvservice.metrics",),
+    "prometheus_client": ("kvservice.metrics*",),
     "rich": ("kvservice.cli*", "kvservice.demo*"),
     "google": (
         "kvservice.v1.*",

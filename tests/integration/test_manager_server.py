@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvservice.clock import ManualClock
@@ -270,7 +271,13 @@ def test_repeats_change_nothing_and_others_are_refused(one: Cluster) -> None:
             errors.SessionNotFound,
         ),
         ("Reset", types_pb2.ResetRequest(session_id=str(uuid.uuid4())), errors.InvalidRequest),
-        ("DrainWorker", manager_pb2.DrainWorkerRequest(worker_id="w0"), errors.Unimplemented),
+        ("DrainWorker", manager_pb2.DrainWorkerRequest(), errors.InvalidRequest),
+        ("DrainWorker", manager_pb2.DrainWorkerRequest(worker_id="w9"), errors.WorkerNotFound),
+        (
+            "DrainWorker",
+            manager_pb2.DrainWorkerRequest(worker_id="w0", timeout=Duration(seconds=-1)),
+            errors.InvalidRequest,
+        ),
         ("MoveSession", manager_pb2.MoveSessionRequest(), errors.Unimplemented),
         ("ListSessions", types_pb2.ListSessionsRequest(page_size=-1), errors.InvalidRequest),
         ("ListSessions", types_pb2.ListSessionsRequest(page_token="x"), errors.InvalidRequest),

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import urllib.request
+from dataclasses import replace
 
 import pytest
 
 from kvservice.clock import ManualClock
 from kvservice.config import ConfigError
 from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
+from kvservice.core.distribution import POWERS, SECONDS, Distribution, Histogram
+from kvservice.core.recovery import Recovery
 from kvservice.core.session import PoolStats, WorkerStats
-from kvservice.metrics import (
-    FAILURE_REASONS,
-    FREE_REASONS,
-    ManagerMetrics,
-    Metrics,
-    MetricsEndpoint,
-    WorkerMetrics,
-)
-from kvservice_workers import worker as worker_module
+from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
+from kvservice.metrics.of_worker import MAX_POOLS
+from kvservice_workers.counters import DISCREPANCIES, FAILURE_REASONS, FREE_REASONS, REPLAYED
 
 RPC = {
     "grpc_server_started_total": "counter",
@@ -26,9 +23,15 @@ RPC = {
     "grpc_server_msg_received_total": "counter",
     "grpc_server_msg_sent_total": "counter",
     "grpc_server_handling_seconds": "histogram",
+    "grpc_server_first_message_seconds": "histogram",
+    "kvservice_stream_calls_total": "counter",
+    "kvservice_stream_call_seconds": "histogram",
+    "kvservice_queue_depth": "gauge",
+    "kvservice_queue_wait_seconds": "histogram",
+    "kvservice_build_info": "gauge",
+    "kvservice_failpoints_enabled": "gauge",
 }
 WORKER = {
-    "kvservice_build_info": "gauge",
     "kvservice_worker_info": "gauge",
     "kvservice_pages": "gauge",
     "kvservice_page_size_bytes": "gauge",
@@ -48,17 +51,32 @@ WORKER = {
     "kvservice_lease_expirations_total": "counter",
     "kvservice_attention_duration_seconds": "histogram",
     "kvservice_attention_batch_size": "histogram",
+    "kvservice_leases": "gauge",
+    "kvservice_stale_epoch_rejections_total": "counter",
+    "kvservice_idempotent_replays_total": "counter",
+    "kvservice_reconcile_discrepancies_total": "counter",
+    "kvservice_session_pages": "histogram",
 }
 MANAGER = {
-    "kvservice_build_info": "gauge",
     "kvservice_workers": "gauge",
     "kvservice_workers_expected": "gauge",
     "kvservice_worker_heartbeat_timestamp_seconds": "gauge",
+    "kvservice_worker_restarts_total": "counter",
+    "kvservice_manager_recoveries_total": "counter",
+    "kvservice_manager_recovery_duration_seconds": "histogram",
 }
 POOLS = (PoolStats(0, 16, 4096, 3, 2, 1, 40), PoolStats(1, 8, 64, 0, 0, 5, 0))
+SECONDS_SEEN = Distribution(SECONDS, (0, 2, *[0] * (len(SECONDS) - 2), 1), 20.5)
 STATS = WorkerStats(
     *("w0", "life-1", "host:1", "cpu", 10_000, 9_000, 8_000, 7, POOLS, 6),
-    *({"pop": 5}, {"out_of_pages": 4}, 3, 2, 1, 11, 12),
+    *(dict.fromkeys(FREE_REASONS, 0) | {"pop": 5},),
+    *(dict.fromkeys(FAILURE_REASONS, 0) | {"out_of_pages": 4}, 3, 2, 1, 11, 12),
+    replays=dict.fromkeys(REPLAYED, 0) | {"Fork": 13},
+    stale_epochs=14,
+    page_discrepancies=dict.fromkeys(DISCREPANCIES, 0) | {"leaked": 15},
+    attention_seconds=SECONDS_SEEN,
+    attention_rows=Histogram(POWERS).snapshot(),
+    session_pages=Histogram(POWERS).snapshot(),
 )
 
 
@@ -89,19 +107,21 @@ def ours(kinds: dict[str, str]) -> dict[str, str]:
 @pytest.fixture
 def worker() -> WorkerMetrics:
     """Return the metrics of a worker with the stats above."""
-    metrics = WorkerMetrics("w0", "cpu")
+    metrics = WorkerMetrics("w0")
     metrics.method("unary", "a.Service", "Do")
+    metrics.method("bidi_stream", "a.Service", "Flow")
     metrics.watch(lambda: STATS)
     return metrics
 
 
-def manager_metrics() -> ManagerMetrics:
+def manager_metrics(recovery: Recovery | None = None) -> ManagerMetrics:
     clock = ManualClock(5000.0)
     record = WorkerRecord("w0", "life-1", "host:1", "cpu", 100, 50)
-    views = [WorkerView(record, WorkerState.ALIVE, 3, heard_at=4990.0)]
+    views = [WorkerView(record, WorkerState.ALIVE, 3, heard_at=4990.0, restarts=3)]
     metrics = ManagerMetrics()
     metrics.method("unary", "a.Service", "Do")
-    metrics.watch(lambda: views, 2, clock)
+    metrics.method("bidi_stream", "a.Service", "Flow")
+    metrics.watch(lambda: Membership(views, 2, recovery), clock)
     return metrics
 
 
@@ -123,6 +143,19 @@ def test_manager_exports_these_names() -> None:
         assert found[f'kvservice_workers{{state="{state}"}}'] == 0
     assert found["kvservice_workers_expected"] == 2
     assert found['kvservice_worker_heartbeat_timestamp_seconds{worker="w0"}'] == 4990.0
+    assert found['kvservice_worker_restarts_total{worker="w0"}'] == 3
+    for outcome in ("complete", "partial"):
+        assert found[f'kvservice_manager_recoveries_total{{outcome="{outcome}"}}'] == 0
+
+
+def test_manager_that_has_taken_over_says_so() -> None:
+    """Once in its life, with how it went and how long it took."""
+    found = samples(exposed(manager_metrics(Recovery("partial", 3.0))))
+    assert found['kvservice_manager_recoveries_total{outcome="partial"}'] == 1
+    assert found['kvservice_manager_recoveries_total{outcome="complete"}'] == 0
+    name = "kvservice_manager_recovery_duration_seconds"
+    assert found[f'{name}_sum{{outcome="partial"}}'] == 3.0
+    assert found[f'{name}_count{{outcome="complete"}}'] == 0
 
 
 def test_worker_metrics_are_the_snapshot(worker: WorkerMetrics) -> None:
@@ -149,6 +182,8 @@ def test_worker_metrics_are_the_snapshot(worker: WorkerMetrics) -> None:
         ("appended_bytes_total", 1),
         ("read_bytes_total", 11),
         ("lease_expirations_total", 12),
+        ("stale_epoch_rejections_total", 14),
+        ("leases", 7),
     ):
         assert found[f'kvservice_{name}{{worker="w0"}}'] == number
 
@@ -168,15 +203,34 @@ def test_known_series_are_there_from_the_start(worker: WorkerMetrics) -> None:
     assert found[f'grpc_server_handled_total{{grpc_code="OK",{labels}}}'] == 0
 
 
-def test_reasons_are_the_workers_own() -> None:
-    """The lists of reasons here and at the worker are the same."""
-    assert worker_reasons() == (FREE_REASONS, FAILURE_REASONS)
+def test_many_pools_are_one_series() -> None:
+    """Labels are bounded: sessions that do not state their layers have a pool each."""
+    many = tuple(PoolStats(number, 16, 100, 1, 2, 3, 4) for number in range(MAX_POOLS + 50))
+    metrics = WorkerMetrics("w0")
+    metrics.watch(lambda: replace(STATS, pools=many))
+    found = samples(exposed(metrics))
+    for state, each in (("used", 1), ("reserved", 2), ("free", 3)):
+        values = {
+            name: value
+            for name, value in found.items()
+            if name.startswith("kvservice_pages{") and f'state="{state}"' in name
+        }
+        assert len(values) == MAX_POOLS + 1
+        assert sum(values.values()) == each * len(many)
+        assert values[f'kvservice_pages{{pool="other",state="{state}",worker="w0"}}'] == each * 50
+    assert found['kvservice_page_size_bytes{pool="other",worker="w0"}'] == 100
 
 
-def worker_reasons() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    config = worker_module.WorkerConfig("w", "i", 1 << 20)
-    with_nothing = worker_module.PageWorker(config, clock=ManualClock()).stats()
-    return tuple(with_nothing.page_frees), tuple(with_nothing.allocation_failures)
+def test_distributions_are_cumulative_buckets(worker: WorkerMetrics) -> None:
+    """As Prometheus wants them: each bucket holds those below it, and +Inf holds all."""
+    found = samples(exposed(worker))
+
+    def bucket(bound: str) -> float:
+        name = "kvservice_attention_duration_seconds_bucket"
+        return found[f'{name}{{device="cpu",le="{bound}",worker="w0"}}']
+
+    assert [bucket(bound) for bound in ("5e-05", "0.0001", "10.0", "+Inf")] == [0, 2, 2, 3]
+    assert found['kvservice_attention_duration_seconds_sum{device="cpu",worker="w0"}'] == 20.5
 
 
 def test_calls_and_durations_are_counted(worker: WorkerMetrics) -> None:
@@ -185,28 +239,36 @@ def test_calls_and_durations_are_counted(worker: WorkerMetrics) -> None:
     method.started()
     method.received()
     method.handled("NOT_FOUND", 0.02)
-    worker.attention(0.004, 3)
+    flow = worker.method("bidi_stream", "a.Service", "Flow2")
+    flow.first_sent(0.5)
+    flow.answered("OK", 0.25)
+    flow.answered("ABORTED", 0.25)
+    worker.queue.entered()
+    worker.queue.entered()
+    worker.queue.left(0.125)
     found = samples(exposed(worker))
     labels = 'grpc_method="Do",grpc_service="a.Service",grpc_type="unary"'
     assert found[f'grpc_server_handled_total{{grpc_code="NOT_FOUND",{labels}}}'] == 1
     assert found[f"grpc_server_msg_received_total{{{labels}}}"] == 1
     assert found[f"grpc_server_msg_sent_total{{{labels}}}"] == 0
     assert found[f"grpc_server_handling_seconds_sum{{{labels}}}"] == 0.02
-    assert found['kvservice_attention_duration_seconds_sum{device="cpu",worker="w0"}'] == 0.004
-    assert found['kvservice_attention_batch_size_sum{worker="w0"}'] == 3
+    call = 'grpc_method="Flow2",grpc_service="a.Service"'
+    for code in ("OK", "ABORTED"):
+        assert found[f'kvservice_stream_calls_total{{grpc_code="{code}",{call}}}'] == 1
+    assert found[f"kvservice_stream_call_seconds_sum{{{call}}}"] == 0.5
+    first = f'grpc_server_first_message_seconds_sum{{{call},grpc_type="bidi_stream"}}'
+    assert found[first] == 0.5
+    assert found['kvservice_queue_depth{worker="w0"}'] == 1
+    assert found['kvservice_queue_wait_seconds_sum{worker="w0"}'] == 0.125
 
 
 def test_draining_worker_has_draining_sessions() -> None:
     """The state is the worker's: all of its sessions are leaving, or none."""
-    metrics = WorkerMetrics("w0", "cpu")
-    metrics.watch(lambda: WorkerStats(*[*fields(STATS)[:-1], True]))
+    metrics = WorkerMetrics("w0")
+    metrics.watch(lambda: replace(STATS, draining=True))
     found = samples(exposed(metrics))
     assert found['kvservice_sessions{state="active",worker="w0"}'] == 0
     assert found['kvservice_sessions{state="draining",worker="w0"}'] == 7
-
-
-def fields(stats: WorkerStats) -> list[object]:
-    return [getattr(stats, name) for name in stats.__slots__]
 
 
 def test_port_in_use_is_a_clear_error() -> None:

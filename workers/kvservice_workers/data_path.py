@@ -11,7 +11,6 @@ import torch
 
 from kvservice.clock import Clock
 from kvservice.core.geometry import HostTensor
-from kvservice.core.recorder import Recorder
 from kvservice.core.session import AttendCall, AttendResult
 from kvservice_workers.arena import TORCH_DTYPES, Arena
 from kvservice_workers.attending import (
@@ -43,13 +42,11 @@ class DataPath:
         pools: PoolSet,
         counters: Counters,
         clock: Clock,
-        recorder: Recorder,
     ) -> None:
         self._lock = lock  # the worker's
         self._pools = pools
         self._counters = counters
         self._clock = clock
-        self._recorder = recorder
 
     def attend(self, session: WorkerSession, call: AttendCall) -> AttendResult:
         """See `PageWorker.attend`."""
@@ -65,7 +62,7 @@ class DataPath:
         partial = dispatch.attend(
             q, arena.k, arena.v, batch, _params(call, session.num_rows, arena.device)
         )
-        self._recorder.attention(self._clock.monotonic() - started, session.num_rows)
+        self._counters.timings.attention(self._clock.monotonic() - started, session.num_rows)
         self._settle(session, group, arena, call, plan, batch)
         if call.partial:
             return AttendResult(to_host(partial.out), to_host(partial.lse))
@@ -117,7 +114,7 @@ class DataPath:
             step.appended[layer] = tuple(steady.positions)
             self._counters.appended_bytes += len(tensors[1]) + len(tensors[2])
         del held
-        self._recorder.attention(self._clock.monotonic() - started, session.num_rows)
+        self._counters.timings.attention(self._clock.monotonic() - started, session.num_rows)
         return out
 
     # -- attend
@@ -185,7 +182,9 @@ class DataPath:
             session.starts = list(plan.positions)
         before = sum(session.longest_of_all())
         session.lengths[call.layer] = list(plan.lengths)
-        if call.layer not in session.step.appended:
+        if call.layer in session.step.appended:
+            self._counters.replays["Attend"] += 1
+        else:
             grown = sum(session.longest_of_all()) - before
             self._counters.count_stored(grown, call.k.num_bytes + call.v.num_bytes)
         session.step.appended[call.layer] = plan.positions

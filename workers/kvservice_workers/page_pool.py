@@ -45,6 +45,10 @@ class PagePool:
     def refcount(self, page: int) -> int:
         return self._refcounts[page]
 
+    def refcounts(self) -> Sequence[int]:
+        """Return all pages' reference counts, in order; to be read only."""
+        return self._refcounts
+
     def is_shared(self, page: int) -> bool:
         """Whether more than one table holds the page, so that a write must copy it first."""
         return self._refcounts[page] > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
@@ -73,7 +73,7 @@ class PoolSet:
         self.budget_bytes = budget_bytes
         self._device = device
         self._pools: dict[Hashable, Pool] = {}
-        self._ordinals = itertools.count()
+        self._given_back: list[int] = []  # ordinals of pools that are gone, a heap
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
@@ -90,7 +90,9 @@ class PoolSet:
         """Return the pool of a key for one more user, making it if need be."""
         pool = self._pools.get(key)
         if pool is None:
-            pool = Pool(next(self._ordinals), key, page_size, private=private)
+            # The lowest free number: it is a label of metrics, which must not be ever new ones.
+            ordinal = heapq.heappop(self._given_back) if self._given_back else len(self._pools)
+            pool = Pool(ordinal, key, page_size, private=private)
             self._pools[key] = pool
         pool.num_users += 1
         return pool
@@ -100,7 +102,7 @@ class PoolSet:
         pool.num_users -= 1
         if pool.private and pool.num_users == 0:
             assert pool.pages.num_used == 0, "pages without a session"
-            del self._pools[pool.key]
+            self._forget(pool)
 
     def make_room(
         self, pool: Pool, num_pages: int, *, promise_change: int = 0, keep: Collection[Pool]
@@ -185,6 +187,8 @@ class PoolSet:
             pool.check()
             assert pool.num_users > 0 or not pool.private, "a private pool without users"
         assert self.arena_bytes <= self.budget_bytes, "the arenas exceed the budget"
+        numbers = [*self._given_back, *(pool.ordinal for pool in self._pools.values())]
+        assert sorted(numbers) == list(range(len(numbers))), "ordinals are lost, or given twice"
 
     def _fits(self, pool: Pool, growth: int) -> bool:
         total = pool.pages.total + growth
@@ -212,7 +216,11 @@ class PoolSet:
             pool.arenas.clear()
         pool.pages.clear()
         if pool.num_users == 0:
-            del self._pools[pool.key]
+            self._forget(pool)
+
+    def _forget(self, pool: Pool) -> None:
+        del self._pools[pool.key]
+        heapq.heappush(self._given_back, pool.ordinal)
 
 
 def _is_droppable(pool: Pool) -> bool:

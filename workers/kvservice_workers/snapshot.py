@@ -6,11 +6,23 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from kvservice.core.geometry import HOLE
 from kvservice.core.session import Extent, PoolStats, SessionInfo, WorkerStats
-from kvservice_workers.counters import FAILURE_REASONS, FREE_REASONS, Counters
+from kvservice_workers.counters import (
+    DISCREPANCIES,
+    FAILURE_REASONS,
+    FREE_REASONS,
+    REPLAYED,
+    Counters,
+)
 from kvservice_workers.pools import Pool, PoolSet
 from kvservice_workers.session_state import LayerGroup, WorkerSession
+
+Array = npt.NDArray[np.int64]
+Discrepancy = tuple[str, int, int]  # kind, pool, page
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,36 @@ def worker_stats(
         read_bytes=counters.read_bytes,
         lease_expirations=counters.lease_expirations,
         draining=draining,
+        replays={name: counters.replays[name] for name in REPLAYED},
+        stale_epochs=counters.stale_epochs,
+        page_discrepancies={name: counters.page_discrepancies[name] for name in DISCREPANCIES},
+        attention_seconds=counters.timings.attention_seconds.snapshot(),
+        attention_rows=counters.timings.attention_rows.snapshot(),
+        session_pages=counters.timings.session_pages.snapshot(),
     )
+
+
+def find_discrepancies(sessions: Collection[WorkerSession], pools: PoolSet) -> set[Discrepancy]:
+    """Return the pages whose references are not the tables that list them; there should be none.
+
+    leaked: used, and listed by fewer tables than it has references. double_owned: listed by more.
+    missing: listed, but not used. Costs some 0.1 µs a page and table entry.
+    """
+    tables: dict[int, list[Array]] = {pool.ordinal: [] for pool in pools}
+    for session in sessions:
+        for group in session.groups.values():
+            tables[group.pool.ordinal] += [np.array(t.entries, np.int64) for t in group.tables]
+    found: set[Discrepancy] = set()
+    for pool in pools:
+        counted = np.array(pool.pages.refcounts(), np.int64)
+        entries = np.concatenate([np.zeros(0, np.int64), *tables[pool.ordinal]])
+        listed = np.bincount(entries[entries != HOLE], minlength=len(counted))
+        for page in np.flatnonzero(counted != listed).tolist():
+            kind = "leaked" if listed[page] < counted[page] else "double_owned"
+            if not counted[page]:
+                kind = "missing"
+            found.add((kind, pool.ordinal, page))
+    return found
 
 
 def check_accounts(sessions: Collection[WorkerSession], pools: PoolSet, counters: Counters) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -18,7 +18,6 @@ from kvservice.core.errors import (
     StaleEpoch,
     TooManySessions,
 )
-from kvservice.core.recorder import NullRecorder, Recorder
 from kvservice.core.session import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -39,8 +38,10 @@ from kvservice_workers.promises import Promises
 from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.session_table import SessionTable
 from kvservice_workers.snapshot import (
+    Discrepancy,
     WorkerConfig,
     check_accounts,
+    find_discrepancies,
     session_info,
     worker_stats,
 )
@@ -50,7 +51,8 @@ from kvservice_workers.token_access import TokenAccess
 
 __all__ = ["PageWorker", "WorkerConfig"]
 
-T = TypeVar("T")
+Change = str | tuple[str, tuple[int, ...]]
+"""A structural change's verb in lower case, and what it was asked for."""
 
 
 class PageWorker:
@@ -66,9 +68,7 @@ class PageWorker:
       4. Pages taken - pages freed = pages used.
     """
 
-    def __init__(
-        self, config: WorkerConfig, *, clock: Clock, recorder: Recorder | None = None
-    ) -> None:
+    def __init__(self, config: WorkerConfig, *, clock: Clock) -> None:
         self.config = config
         self._lock = threading.RLock()
         self._sessions = SessionTable(clock)
@@ -77,10 +77,9 @@ class PageWorker:
         self._promises = Promises(self._pools)
         self._structure = Structure(self._pools, self._promises, self._counters)
         self._tokens = TokenAccess(self._lock, self._pools, self._counters)
-        self._data = DataPath(
-            self._lock, self._pools, self._counters, clock, recorder or NullRecorder()
-        )
+        self._data = DataPath(self._lock, self._pools, self._counters, clock)
         self._draining = False
+        self._discrepancies: set[Discrepancy] = set()  # found by the last audit
 
     # -- sessions come and go
 
@@ -117,6 +116,7 @@ class PageWorker:
         origin = ("allocate", spec, tuple(extent_starts), epoch)
         with self._lock:
             if (existing := self._sessions.find_repeat(key, origin)) is not None:
+                self._counters.replays["Allocate"] += 1
                 return self._info(existing)
             self._admit()
             session = WorkerSession(key, spec, origin)
@@ -163,10 +163,9 @@ class PageWorker:
             raise InvalidRequest(f"token_count must be at least 1, got {token_count}")
         key = (tenant, new_session_id)
         origin = ("fork", session_id, epoch, token_count, ttl_s)
-        parent = self._use(tenant, session_id)
-        with parent.lock, self._lock:
-            parent.check_open()
+        with self._changing(tenant, session_id) as parent:
             if (existing := self._sessions.find_repeat(key, origin)) is not None:
+                self._counters.replays["Fork"] += 1
                 return self._info(existing)
             parent.check_epoch(epoch)
             keep = self._structure.fork_lengths(parent, token_count, clip=clip)
@@ -178,11 +177,7 @@ class PageWorker:
                 ttl_s=ttl_s or parent.ttl_s,
             )
             child = WorkerSession(key, spec, origin)
-            try:
-                self._structure.fork(parent, child, keep)
-            except KVServiceError as error:
-                self._count_failure(error)
-                raise
+            self._structure.fork(parent, child, keep)
             self._sessions.add(child)
             return self._info(child)
 
@@ -192,9 +187,7 @@ class PageWorker:
         Raises:
             SessionNotFound, StaleEpoch: Nothing has changed.
         """
-        session = self._use(tenant, session_id)
-        with session.lock, self._lock:
-            session.check_open()
+        with self._changing(tenant, session_id) as session:
             if epoch is None or not self._is_repeat(session, epoch, "attach"):
                 session.begin_epoch("attach")
                 self._sessions.changed(session)
@@ -249,6 +242,11 @@ class PageWorker:
         with self._lock:
             return self._sessions.next_look()
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open, or have a part here."""
+        return len(self._sessions)
+
     def drain(self) -> None:
         """Open no more sessions."""
         with self._lock:
@@ -281,9 +279,7 @@ class PageWorker:
         """
         if not 1 <= token_count <= MAX_TOKENS:
             raise InvalidRequest(f"token_count must be at least 1, got {token_count}")
-        session = self._use(tenant, session_id)
-        with session.lock, self._lock:
-            session.check_open()
+        with self._changing(tenant, session_id) as session:
             session.check_epoch(epoch)
             session.check_lengths(expected_lengths)
             targets = [length + token_count for length in expected_lengths]
@@ -291,7 +287,7 @@ class PageWorker:
                 session.check_bound(row, target)
             old = session.targets or [0] * session.num_rows
             targets = [max(pair) for pair in zip(old, targets, strict=True)]
-            self._counting_failures(lambda: self._promises.promise(session, targets))
+            self._promises.promise(session, targets)
             return self._info(session)
 
     def pop(
@@ -311,10 +307,8 @@ class PageWorker:
             Conflict: `expected_lengths` are not those of the longest layers.
             PositionOutOfRange: The next query could see an evicted position. Nothing has changed.
         """
-        session = self._use(tenant, session_id)
         change = ("pop", tuple(keep))
-        with session.lock, self._lock:
-            session.check_open()
+        with self._changing(tenant, session_id) as session:
             if self._is_repeat(session, epoch, change):
                 return self._info(session)
             session.check_rows(keep, "keep")
@@ -340,9 +334,7 @@ class PageWorker:
         Raises:
             SessionNotFound, StaleEpoch: Nothing has changed.
         """
-        session = self._use(tenant, session_id)
-        with session.lock, self._lock:
-            session.check_open()
+        with self._changing(tenant, session_id) as session:
             if self._is_repeat(session, epoch, "reset"):
                 return self._info(session)
             if not check_only:
@@ -370,10 +362,8 @@ class PageWorker:
             InvalidRequest: No rows, too many, or one that does not exist.
             OutOfPages: A reservation does not fit the new rows. Nothing has changed.
         """
-        session = self._use(tenant, session_id)
         change = ("select", tuple(rows))
-        with session.lock, self._lock:
-            session.check_open()
+        with self._changing(tenant, session_id) as session:
             if self._is_repeat(session, epoch, change):
                 return self._info(session)
             if not 1 <= len(rows) <= MAX_ROWS:
@@ -381,7 +371,7 @@ class PageWorker:
             if min(rows) < 0 or max(rows) >= session.num_rows:
                 raise InvalidRequest(f"rows must be below {session.num_rows}, got {list(rows)}")
             if not check_only:
-                self._counting_failures(lambda: self._structure.select(session, rows))
+                self._structure.select(session, rows)
                 self._apply(session, change)
             return self._info(session)
 
@@ -397,7 +387,8 @@ class PageWorker:
         with session.lock:
             session.check_open()
             try:
-                return self._counting_failures(lambda: self._data.attend(session, call))
+                with self._counting_refusals():
+                    return self._data.attend(session, call)
             finally:
                 self._renew(session)
 
@@ -446,7 +437,8 @@ class PageWorker:
         with session.lock:
             session.check_open()
             try:
-                return self._counting_failures(lambda: self._tokens.write(session, call))
+                with self._counting_refusals():
+                    return self._tokens.write(session, call)
             finally:
                 self._renew(session)
 
@@ -462,8 +454,9 @@ class PageWorker:
         session = self._use(tenant, session_id)
         with session.lock:
             session.check_open()
-            session.check_epoch(epoch)
-            return self._tokens.read(session, layer, start, stop)
+            with self._counting_refusals():
+                session.check_epoch(epoch)
+                return self._tokens.read(session, layer, start, stop)
 
     # -- questions
 
@@ -473,9 +466,7 @@ class PageWorker:
         Raises:
             SessionNotFound
         """
-        session = self._use(tenant, session_id)
-        with session.lock, self._lock:
-            session.check_open()
+        with self._changing(tenant, session_id) as session:
             return self._info(session)
 
     def list_sessions(self, tenant: str | None) -> list[tuple[str, SessionInfo]]:
@@ -509,6 +500,19 @@ class PageWorker:
                 draining=self._draining,
             )
 
+    def audit(self) -> int:
+        """Compare all pages' references with all tables; return how many disagree newly.
+
+        None should. It holds the worker's lock for some 0.1 µs a page.
+        """
+        with self._lock:
+            found = find_discrepancies(self._sessions.all(), self._pools)
+            new = found - self._discrepancies
+            self._discrepancies = found
+            for kind, _, _ in new:
+                self._counters.page_discrepancies[kind] += 1
+        return len(new)
+
     def check(self) -> None:
         """Assert all invariants."""
         with self._lock:
@@ -541,10 +545,12 @@ class PageWorker:
             )
 
     def _remove(self, session: WorkerSession, reason: str) -> None:
+        tables = (table for group in session.groups.values() for table in group.tables)
+        self._counters.timings.session_pages.observe(sum(table.num_held for table in tables))
         self._structure.free(session, reason)
         self._sessions.remove(session, expired=reason == "lease_expired")
 
-    def _is_repeat(self, session: WorkerSession, epoch: int, change: Hashable) -> bool:
+    def _is_repeat(self, session: WorkerSession, epoch: int, change: Change) -> bool:
         """Return whether a structural change has been applied already.
 
         Raises:
@@ -553,22 +559,37 @@ class PageWorker:
         if epoch == session.epoch:
             return False
         if epoch + 1 == session.epoch and session.last_change == change:
+            verb = change if isinstance(change, str) else change[0]
+            self._counters.replays[verb.capitalize()] += 1
             return True
         raise StaleEpoch(
             f"the session is at epoch {session.epoch}, the change starts from {epoch}",
             epoch=session.epoch,
         )
 
-    def _apply(self, session: WorkerSession, change: Hashable) -> None:
+    def _apply(self, session: WorkerSession, change: Change) -> None:
         session.begin_epoch(change)
         self._sessions.changed(session)
 
-    def _counting_failures(self, change: Callable[[], T]) -> T:
-        """Make a change; count it if there is no room for it."""
+    @contextmanager
+    def _changing(self, tenant: str, session_id: str) -> Iterator[WorkerSession]:
+        """Hold a session and the worker, for something that is done at one moment."""
+        session = self._use(tenant, session_id)
+        with session.lock, self._lock, self._counting_refusals():
+            session.check_open()
+            yield session
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        """Count what is refused for lack of room, or because somebody has changed the session."""
         try:
-            return change()
+            yield
         except OutOfPages as error:
             self._count_failure(error)
+            raise
+        except StaleEpoch:
+            with self._lock:
+                self._counters.stale_epochs += 1
             raise
 
     def _count_failure(self, error: KVServiceError) -> None:

@@ -1,0 +1,183 @@
+"""What every server exports: its build, its process, its calls."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+
+from kvservice import __version__, config
+from kvservice.core.distribution import SECONDS, Histogram
+from kvservice.core.recorder import MethodRecorder, QueueRecorder
+from kvservice.metrics.families import Collected, Labels, gauge, histogram
+
+# One more series for each counter, which nobody reads.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+_METHOD = ("grpc_type", "grpc_service", "grpc_method")
+_CALL = ("grpc_service", "grpc_method")
+
+
+class Metrics:
+    """A registry with what every server has: build, process, RPCs. An `RpcRecorder`."""
+
+    def __init__(self, labels: Labels | None = None) -> None:
+        """
+        Args:
+            labels: Of the series that are this process's own: of a worker, its name.
+        """
+        self.registry = CollectorRegistry()
+        self._labels = dict(labels or {})
+        self._methods: list[_MethodMetrics] = []
+        self.queue: QueueRecorder = _QueueMetrics(self.registry, self._labels)
+        prometheus_client.ProcessCollector(registry=self.registry)
+        prometheus_client.PlatformCollector(registry=self.registry)
+        prometheus_client.GCCollector(registry=self.registry)
+        self.registry.register(Collected(_of_build))
+        self.registry.register(Collected(self._durations))
+        self._started = self._counter("grpc_server_started", "Calls begun.", _METHOD)
+        self._handled = self._counter(
+            "grpc_server_handled", "Calls ended, by status code.", (*_METHOD, "grpc_code")
+        )
+        self._received = self._counter("grpc_server_msg_received", "Messages received.", _METHOD)
+        self._sent = self._counter("grpc_server_msg_sent", "Messages sent.", _METHOD)
+        self._answered = self._counter(
+            "kvservice_stream_calls",
+            "Calls that streams have carried, by the status code of each.",
+            (*_CALL, "grpc_code"),
+        )
+
+    def method(self, kind: str, service: str, method: str) -> MethodRecorder:
+        """Return the recorder of an RPC method, with all its series at 0."""
+        made = _MethodMetrics(
+            (kind, service, method),
+            started=self._started,
+            received=self._received,
+            sent=self._sent,
+            handled=self._handled,
+            answered=self._answered,
+        )
+        self._methods.append(made)
+        return made
+
+    def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
+        return Counter(name, text, tuple(labels), registry=self.registry)
+
+    def _durations(self) -> Iterator[Metric]:
+        methods = list(self._methods)
+        yield histogram(
+            "grpc_server_handling_seconds",
+            "How long calls took; streams, as long as they lived.",
+            [(method.labels, method.seconds.snapshot()) for method in methods],
+            _METHOD,
+        )
+        yield histogram(
+            "grpc_server_first_message_seconds",
+            "How long after a stream's beginning its first message went out.",
+            [(method.labels, method.first.snapshot()) for method in methods if method.streams],
+            _METHOD,
+        )
+        yield histogram(
+            "kvservice_stream_call_seconds",
+            "How long the calls that streams carry took, from the whole call to its answer.",
+            [(method.labels, method.calls.snapshot()) for method in methods if method.carries],
+            _CALL,
+        )
+
+
+class _MethodMetrics:
+    """A `MethodRecorder`."""
+
+    def __init__(
+        self,
+        names: tuple[str, str, str],
+        *,
+        started: Counter,
+        received: Counter,
+        sent: Counter,
+        handled: Counter,
+        answered: Counter,
+    ) -> None:
+        kind, service, method = names
+        self.labels = dict(zip(_METHOD, names, strict=True))
+        self.streams = kind in ("server_stream", "bidi_stream")
+        self.carries = kind == "bidi_stream"
+        self.seconds, self.first, self.calls = (Histogram(SECONDS) for _ in range(3))
+        self.first_sent = self.first.observe
+        self.started = started.labels(*names).inc
+        self.received = received.labels(*names).inc
+        self.sent = sent.labels(*names).inc
+        handled.labels(*names, "OK")
+        self._handled, self._names = handled, names
+        self._answered, self._call = answered, (service, method)
+        self._one_answered = None if not self.carries else answered.labels(*self._call, "OK").inc
+
+    def answered(self, code: str, seconds: float) -> None:
+        if code == "OK" and self._one_answered is not None:
+            self._one_answered()
+        else:
+            self._answered.labels(*self._call, code).inc()
+        self.calls.observe(seconds)
+
+    def handled(self, code: str, seconds: float) -> None:
+        self._handled.labels(*self._names, code).inc()
+        self.seconds.observe(seconds)
+
+
+class _QueueMetrics:
+    """A `QueueRecorder`."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Labels) -> None:
+        self._labels = labels
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._waits = Histogram(SECONDS)
+        registry.register(Collected(self._collect))
+
+    def entered(self) -> None:
+        with self._lock:
+            self._depth += 1
+
+    def left(self, seconds: float) -> None:
+        with self._lock:
+            self._depth -= 1
+        self._waits.observe(seconds)
+
+    def _collect(self) -> Iterator[Metric]:
+        yield gauge(
+            "kvservice_queue_depth", "Calls waiting for a thread.", self._labels, self._depth
+        )
+        yield histogram(
+            "kvservice_queue_wait_seconds",
+            "How long calls waited for a thread.",
+            [(self._labels, self._waits.snapshot())],
+            self._labels,
+        )
+
+
+def _of_build() -> Iterator[Metric]:
+    labels = {
+        "version": __version__,
+        "revision": config.revision(),
+        "python": platform.python_version(),
+        "torch": _version_of("torch"),
+    }
+    yield gauge("kvservice_build_info", "What runs here. Always 1.", labels, 1)
+    yield gauge(
+        "kvservice_failpoints_enabled",
+        "Settings of the environment that inject faults; must be 0 in production.",
+        {},
+        len(config.failpoints()),
+    )
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
