@@ -1,7 +1,8 @@
 """The attention function 'kvservice': one round trip per layer and step.
 
 It gets q, the placeholders that `RemoteCache.update` returned, and a mask; it sends q, the new k
-and v, and what the mask is; it returns the attention output.
+and v, and what the mask is; it returns the attention output. A prompt with nothing before it needs
+no answer: it is attended to here, and its k and v are sent meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def remote_attention(
         The output [rows, queries, heads, v_dim], and None: attention weights are never here.
 
     Effects:
-        With placeholders of a RemoteCache: stores the layer's pending k and v, one round trip.
+        With placeholders of a RemoteCache: stores the layer's pending k and v, one round trip; or,
+        of a prompt with nothing before it, in the background.
         With ordinary tensors: none.
 
     Raises:
@@ -54,8 +56,9 @@ def remote_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if not isinstance(key, RemoteKV) and not isinstance(value, RemoteKV):
-        out = local_attention(
+
+    def attend_here(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return local_attention(
             module,
             query,
             key,
@@ -70,28 +73,36 @@ def remote_attention(
             bias=position_bias,
             others=others,
         )
-        return out, None
+
+    if not isinstance(key, RemoteKV) and not isinstance(value, RemoteKV):
+        return attend_here(key, value), None
 
     ticket = _ticket(key, value)
     layer: RemoteLayer = ticket.layer
     try:
         _refuse_unknown(module, dropout, others)
+        seen = describe(
+            attention_mask,
+            first_key=ticket.start,
+            num_keys=ticket.stop - ticket.start,
+            num_queries=query.shape[-2],
+            is_causal=causal,
+            window=sliding_window,
+        )
+        padding = _padding(attention_mask, layer, ticket.stop)
+        if layer.prompt is not None:
+            out = attend_here(*layer.prompt)
+            layer.upload(padding)
+            return refuse_backward(out, query, key, value), None
         out = layer.attend(
             query,
-            describe(
-                attention_mask,
-                first_key=ticket.start,
-                num_keys=ticket.stop - ticket.start,
-                num_queries=query.shape[-2],
-                is_causal=causal,
-                window=sliding_window,
-            ),
+            seen,
             first_key=ticket.start,
             scale=scale,
             softcap=softcap,
             sinks=s_aux,
             bias=_bias(position_bias, query.shape[-2]),
-            padding=_padding(attention_mask, layer, ticket.stop),
+            padding=padding,
         )
     except BaseException:
         layer.retract()  # the tokens of this layer are not stored, and must not seem to be

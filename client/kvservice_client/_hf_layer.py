@@ -57,7 +57,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device, and open the session if it is not open."""
         self._form = _Form.of(key_states, value_states)
-        self.shared.ensure(key_states.shape[0])
+        self.shared.ensure(key_states, value_states)
         self.is_initialized = True
 
     def update(
@@ -69,7 +69,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
             In mode "fetch" the real keys and values; else placeholders for them.
         """
         self.used = True
-        session = self.shared.ensure(key_states.shape[0])
+        self.shared.ensure(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.flush()
@@ -77,7 +77,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = key_states.detach(), value_states.detach()
         num_tokens = k.shape[-2]
         if self.mode == "fetch" and num_tokens:
-            session.write(self.index, k, v)
+            self.shared.opened().write(self.index, k, v)
         elif num_tokens:
             self.pending = (k, v)
         self.length += num_tokens
@@ -183,6 +183,26 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         """Note that the session's layer is at `length` now."""
         self.length = length
         self.version += 1
+
+    @property
+    def prompt(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All of the layer's k and v, where they are new and the decoder attends to them itself."""
+        pending = self.pending
+        if not self.shared.local_prompts or pending is None:
+            return None
+        return pending if pending[0].shape[-2] == self.length else None
+
+    def upload(self, padding: npt.NDArray[np.bool_] | None) -> None:
+        """Store the prompt while the decoder goes on. An error may come with a later call.
+
+        Args:
+            padding: News of padding, bool[rows, length].
+        """
+        assert self.pending is not None, "nothing is pending"
+        self.shared.upload(self, self.index, *self.pending, padding)
+        self.pending = None
+        if padding is not None:
+            self.shared.padding = padding
 
     def attend(
         self,

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvservice_client._client import Client
 from kvservice_client._hf_mask import RemoteMask
+from kvservice_client._hf_prompt import Layer, Uploads, are_folded, equal_rows, first_rows
 from kvservice_client._session import Session
 
 
@@ -39,17 +41,25 @@ class SharedSession:
 
     Fields:
         windows: Of each remote layer, in the order of the session's layers.
-        session: None until the first update, and after a reset.
+        local_prompts: Whether the decoder attends to a prompt itself.
+        session: None until the first update, and after a reset. Calls go through `opened`.
+        uploads: Keys and values of a prompt on their way to the session.
+        rows: Which row of the session each row of the cache is, while equal rows are stored once;
+            None: they are the same.
         recording: Whether what leaves a window must be kept, for a crop to come.
         floor: Length in tokens to which a crop may go back without missing an evicted position.
         step_start: Length of every layer when the step in progress began; None: look again.
         padding: bool[rows, tokens], true where padding has been told to the service; None: none.
     """
 
-    def __init__(self, client: Client, mode: str, options: OpenOptions) -> None:
+    def __init__(
+        self, client: Client, mode: str, options: OpenOptions, local_prompts: bool = True
+    ) -> None:
         self.client = client
         self.mode = mode
         self.options = options
+        # Spread over workers, a prompt is attended by all of them at the same time.
+        self.local_prompts = local_prompts and mode != "fetch" and options.spread == 1
         self.windows: list[int | None] = []
         self.session: Session | None = None
         self.recording = False
@@ -60,24 +70,31 @@ class SharedSession:
     def forget(self) -> None:
         """Go back to before the first update. The session is the caller's business."""
         self.session = None
+        self.uploads = Uploads()
+        self.rows: list[int] | None = None
+        self._began: set[int | None] = set()  # windows whose layers have taken pages
         self.floor = 0
         self.step_start: int | None = 0
         self.padding: npt.NDArray[np.bool_] | None = None
         self._told: weakref.ref[RemoteMask] | None = None  # a mask whose padding is in `padding`
 
-    def ensure(self, num_rows: int) -> Session:
-        """Return the session, opened for `num_rows` if there is none.
+    def ensure(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See to it that there is a session for new k and v, each [rows, heads, tokens, dim].
 
         Raises:
             ValueError: It has another number of rows.
             RuntimeError: The cache has let go of it.
+            KVServiceError: Keys and values of an earlier layer could not be stored.
         """
         if self.detached:
             raise RuntimeError("this cache has been detached from its session")
+        num_rows = k.shape[0]
         if self.session is None:
             options = self.options
+            if self.local_prompts and options.reserve_tokens is None:
+                self.rows = equal_rows(k, v)
             self.session = self.client.open(
-                num_rows=num_rows,
+                num_rows=num_rows if self.rows is None else max(self.rows) + 1,
                 windows=self.windows or None,
                 page_size=options.page_size,
                 max_tokens=options.max_tokens,
@@ -86,21 +103,72 @@ class SharedSession:
                 replicas=options.replicas,
                 spread=options.spread,
             )
-        elif self.session.num_rows != num_rows:
+            return
+        self.uploads.check()
+        if self.num_rows != num_rows:
             raise ValueError(
-                f"this cache holds {self.session.num_rows} rows, got a batch of {num_rows}; "
+                f"this cache holds {self.num_rows} rows, got a batch of {num_rows}; "
                 "reset() it to begin with another batch"
             )
-        return self.session
 
     def opened(self) -> Session:
+        """Return the session, with all that it was given and a row for each row of the cache.
+
+        Raises:
+            KVServiceError: Keys and values of an earlier layer could not be stored.
+        """
         assert self.session is not None, "no session before the first update"
+        self.uploads.finish()
+        if self.rows is not None:
+            self.session.select(self.rows)
+            self.rows = None
         return self.session
+
+    def upload(
+        self,
+        layer: Layer,
+        index: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        padding: npt.NDArray[np.bool_] | None,
+    ) -> None:
+        """Store a layer's first k and v while the decoder goes on.
+
+        The first layer of each window is waited for: it takes the pages of all of them, so that
+        most of what a service can refuse is refused before anything has been computed.
+
+        Args:
+            k, v: [rows, heads, tokens, dim].
+            padding: bool[rows, tokens]; None: as the layer before has said.
+        """
+        assert self.session is not None, "no session before the first update"
+        session, rows = self.session, self.rows
+        if rows is not None:
+            told = None if padding is None else torch.from_numpy(padding)
+            if not all(are_folded(one, rows) for one in (k, v, told) if one is not None):
+                session, rows = self.opened(), None
+        if rows is not None:
+            chosen = first_rows(rows)
+            k, v = k[chosen], v[chosen]
+            padding = None if padding is None else padding[chosen]
+        k, v = k.cpu(), v.cpu()
+
+        def write() -> None:
+            session.write(index, k, v, padding=padding)
+
+        window = self.windows[index]
+        if window not in self._began:
+            write()
+            self._began.add(window)
+            return
+        self.uploads.put(write, layer, k.shape[-2], 2 * k.nbytes)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the session; -1 if there is none yet."""
-        return -1 if self.session is None else self.session.num_rows
+        """Rows of the cache; -1 if there is no session yet."""
+        if self.session is None:
+            return -1
+        return self.session.num_rows if self.rows is None else len(self.rows)
 
     def begin_step(self, length: int) -> None:
         """Note that all layers are at `length` and more tokens follow."""
@@ -179,9 +247,12 @@ class SharedSession:
 
     def fork(self) -> SharedSession:
         """Return a copy that shares the pages, copy-on-write. One call."""
+        forked = None if self.session is None else self.opened().fork()
         copy = SharedSession.__new__(SharedSession)
         copy.__dict__.update(self.__dict__)
         copy.windows = list(self.windows)
+        copy.uploads = Uploads()
+        copy._began = set(self._began)
         copy._told = None
-        copy.session = None if self.session is None else self.session.fork()
+        copy.session = forked
         return copy

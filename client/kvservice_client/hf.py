@@ -49,6 +49,9 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         ttl_s: Seconds that the session outlives its last call.
         replicas: Copies of every page.
         spread: Workers that share the first tokens.
+        prompts: "local": a prompt with nothing before it is attended to in this process while its
+            keys and values are sent. "remote": where the pages are, as all else; better where
+            the workers compute faster, and what is done in any case with `spread`.
 
     Raises:
         ValueError: An unknown mode, or a config with layers whose state is not keys and values.
@@ -69,15 +72,18 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         ttl_s: float = 60.0,
         replicas: int = 1,
         spread: int = 1,
+        prompts: str = "local",
     ) -> None:
         if isinstance(client, PreTrainedConfig):
             raise TypeError("RemoteCache takes the client first, then the config")
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if prompts not in ("local", "remote"):
+            raise ValueError(f"prompts must be local or remote, got {prompts!r}")
         options = OpenOptions(page_size, max_tokens, reserve_tokens, ttl_s, replicas, spread)
         client = current_client() if client is None else client
         super().__init__()
-        self._shared = SharedSession(client, mode, options)
+        self._shared = SharedSession(client, mode, options, prompts == "local")
         self.layers = [] if config is None else layers_of(config, self._shared)
 
     # -- sessions
@@ -134,7 +140,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         """
         if self._shared.session is None:
             raise RuntimeError("this cache has no session: its first update opens one")
-        return self._shared.session.id
+        return self._shared.opened().id
 
     def detach(self) -> str:
         """Let go of the session without releasing it; return its id. The cache is of no more use.
@@ -143,8 +149,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         """
         session_id = self.session_id
         self._flush()
-        assert self._shared.session is not None
-        self._shared.session.detach()
+        self._shared.opened().detach()
         self._shared.session = None
         self._shared.detached = True
         return session_id
@@ -229,6 +234,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
             PositionOutOfRange: A window has evicted what would be seen again: reset() the cache.
         """
         remote, session = self._remote(), self._shared.session
+        self._shared.uploads.settle()  # what failed has set its layers back
         for layer in remote:
             layer.retract()
         lengths = [layer.length for layer in remote if layer.used]
@@ -279,7 +285,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
 
     def _cut(self, keep: int) -> None:
         if self._shared.session is not None:
-            self._shared.session.pop(keep=keep)
+            self._shared.opened().pop(keep=keep)
         for layer in self._remote():
             layer.set_length(min(layer.length, keep))
         self._shared.settle(keep)
@@ -303,7 +309,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         if shared.session is None:
             return
         self._flush()
-        shared.session.select(rows)
+        shared.opened().select(rows)
         shared.select_padding(rows)
         for layer in self._remote():
             layer.version += 1
@@ -314,6 +320,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Drop all tokens and release the session. The next update opens a new one, of any size."""
         session = self._shared.session
+        self._shared.uploads.settle()
         self._shared.forget()
         for layer in self.layers:
             layer.reset()

@@ -236,7 +236,8 @@ def test_one_call_a_layer_and_step(client: Client, monkeypatch: pytest.MonkeyPat
     world, _ = worlds(client, "llama")
     cache = world.new_cache()
     forward(world, prompt(2, 5), cache)
-    assert calls == ["attend"] * models.NUM_LAYERS
+    assert cache.session_id  # which waits for what is under way
+    assert calls == ["write"] * models.NUM_LAYERS
     for change, expected in [
         (lambda: forward(world, prompt(2, 1), cache), ["attend"] * models.NUM_LAYERS),
         (lambda: cache.crop(-2), ["pop"]),

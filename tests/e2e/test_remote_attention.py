@@ -369,9 +369,15 @@ def test_a_full_worker_is_an_error_and_no_answer() -> None:
     with embedded(memory_bytes=200_000) as small:
         model = remote_model("llama")
         cache = RemoteCache(small, model.config, mode="attend")
+
+        def wait_for_all_layers() -> None:
+            model(prompt(4, 60), cache=cache)
+            assert cache.session_id
+
         with torch.no_grad():
             with pytest.raises(OutOfPages):
-                model(prompt(4, 60), cache=cache)
+                wait_for_all_layers()
+            assert cache.rollback() == 0
             cache.reset()
             logits = model(prompt(1, 8), cache=cache).logits
             assert_close(logits, models.build("llama")(prompt(1, 8)).logits)
