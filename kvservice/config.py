@@ -35,6 +35,72 @@ def parse_size(text: str) -> int:
     return size
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a worker's pages may take: a number of bytes or, if above 0, a share of what there is.
+
+    Fields:
+        num_bytes: Without meaning where `percent` is above 0.
+        percent: Of the memory that the worker's process may use; on a GPU, of the GPU's.
+    """
+
+    num_bytes: int = 2 << 30
+    percent: int = 0
+
+    def of(self, available_bytes: int) -> int:
+        """Return the number of bytes, where so many are available."""
+        return available_bytes * self.percent // 100 if self.percent else self.num_bytes
+
+
+def parse_budget(text: str) -> Budget:
+    """Return a budget: a size as for `parse_size`, or whole percent: `70%`.
+
+    Raises:
+        ConfigError: It is anything else, or not within 1% to 95%.
+    """
+    match = re.fullmatch(r"(\d{1,4})\s*%", text.strip())
+    if match is None:
+        return Budget(parse_size(text))
+    percent = int(match[1])
+    if not 1 <= percent <= 95:
+        raise ConfigError(f"a share of the memory must be 1% to 95%, got {text!r}")
+    return Budget(percent=percent)
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory this process may use: the tightest limit of its control groups.
+
+    Without a limit, what the machine has. In a container that is the container's limit.
+
+    Args:
+        root: Where `proc` and `sys` are.
+    """
+    total = re.search(r"^MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+    assert total is not None
+    limits = [int(total[1]) << 10]
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A container may see its own group as the root, whatever the path says.
+        group = mount / path.strip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(mount):
+                limits += [int(text) for text in _read_lines(folder / name) if text.isdigit()]
+    return min(limits)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
 def format_size(num_bytes: int) -> str:
     """Return a number of bytes in the largest unit that keeps it readable: `1.5GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -91,6 +157,8 @@ class ManagerSettings:
         port: 0: any free one.
         advertise_host: What others are to dial; needed where `host` is 0.0.0.0 or ::.
         metrics_port: Of the Prometheus endpoint, on `host`; 0: any free one. None: none.
+        health_port: A second port, on `host`, that serves gRPC health and nothing else, always in
+            plaintext; 0: any free one. None: none.
         workers_expected: How many workers should register; 0: unknown.
     """
 
@@ -98,11 +166,13 @@ class ManagerSettings:
     port: int = 0
     advertise_host: str | None = None
     metrics_port: int | None = None
+    health_port: int | None = None
     workers_expected: int = 0
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
+        _check_listening(self.host, self.health_port or 0, self.advertise_host, None)
         if self.workers_expected < 0:
             raise ConfigError(f"workers_expected must be at least 0, got {self.workers_expected}")
 
@@ -125,6 +195,7 @@ class WorkerSettings:
     port: int = 0
     advertise_host: str | None = None
     metrics_port: int | None = None
+    health_port: int | None = None
     device: str = "cpu"
     max_sessions: int = 20_000
     lane_port: int | None = 0
@@ -133,7 +204,8 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
-        _check_listening(self.host, self.lane_port or 0, self.advertise_host, None)
+        for port in (self.lane_port, self.health_port):
+            _check_listening(self.host, port or 0, self.advertise_host, None)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.worker_id):
             raise ConfigError(
                 f"worker_id must be 1 to 128 letters, digits, '.', '_', '-', got {self.worker_id!r}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from kvservice import __version__
 from kvservice.cli import serving, showing
 from kvservice.cli.exits import EXPLAINED, USAGE
 from kvservice.cluster.launch import LOCAL
-from kvservice.config import ConfigError, parse_size
+from kvservice.config import Budget, ConfigError, parse_budget
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_query(add("stats", showing.stats, "show how many pages and bytes are used"))
     _add_query(add("workers", showing.workers, "list the workers"))
     _add_query(add("sessions", showing.sessions, "list the sessions"))
+    _add_manager(add("manager", serving.manager, "run a manager alone, in the foreground"))
     _add_worker(add("worker", serving.worker, "run one worker alone, in the foreground"))
     _add_demo(add("demo", serving.demo, "generate text by a model whose cache is on two workers"))
     return parser
@@ -101,7 +103,27 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="each worker's for Prometheus (default: any; `workers` shows where)",
     )
     parser.add_argument(
+        "--health-port",
+        type=int,
+        metavar="PORT",
+        help="the manager's for probes: gRPC health in plaintext, nothing else (default: none)",
+    )
+    parser.add_argument(
+        "--worker-health-port",
+        type=int,
+        metavar="PORT",
+        help="each worker's for probes (default: none)",
+    )
+    _add_placing(parser)
+    staying = parser.add_mutually_exclusive_group()
+    staying.add_argument(
         "--detach", action="store_true", help="return as soon as the service is healthy"
+    )
+    staying.add_argument(
+        "--keep",
+        action="store_true",
+        help="stay, in a cluster that is there: start whatever is missing again, also after "
+        "nodes came or went, and end nothing when ended",
     )
     parser.add_argument(
         "--timeout",
@@ -109,6 +131,51 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         metavar="SECONDS",
         help="until when everything must serve (default: 120)",
+    )
+
+
+def _add_placing(parser: argparse.ArgumentParser) -> None:
+    """For clusters of many nodes."""
+    parser.add_argument(
+        "--gpu-workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="workers on a GPU each, beside those on the CPU (default: 0)",
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=_share,
+        default=80,
+        metavar="N%",
+        help="what the pages of a GPU worker may take of its GPU (default: 80%%)",
+    )
+    parser.add_argument(
+        "--by-resource",
+        action="store_true",
+        help="place by the Ray resources kvmanager, kvworker and kvworker_gpu alone, also where "
+        "no node has them yet (default: where the cluster has them)",
+    )
+    parser.add_argument(
+        "--manager-address",
+        type=_address,
+        metavar="HOST:PORT",
+        help="where workers find the manager, whatever node it is on (default: the address of "
+        "its node)",
+    )
+    parser.add_argument(
+        "--worker-domain",
+        default="",
+        metavar="DOMAIN",
+        help="workers are reached as a name below it, such as 10-0-0-7.DOMAIN (default: by their "
+        "address)",
+    )
+    parser.add_argument(
+        "--scale-file",
+        type=Path,
+        metavar="FILE",
+        help='with --keep: holds {"workers": N, "gpuWorkers": N}, and is looked at again and '
+        "again (default: the numbers of the command line)",
     )
 
 
@@ -132,25 +199,23 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_manager(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser)
+    _add_listening(parser, port=50051)
+    parser.add_argument(
+        "--workers-expected",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how many will register; nothing is opened before they have, or 3 s are over "
+        "(default: unknown)",
+    )
+
+
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
     _add_serving(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=50061, help="where to listen (default: 50061; 0: any free one)"
-    )
-    parser.add_argument(
-        "--metrics-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="for Prometheus (default: any free one)",
-    )
-    parser.add_argument(
-        "--advertise-host",
-        metavar="HOST",
-        help="what others are to connect to, where --host is 0.0.0.0 or ::",
-    )
+    _add_listening(parser, port=50061)
     parser.add_argument(
         "--manager", type=_address, metavar="HOST:PORT", help="where to register (default: nowhere)"
     )
@@ -180,6 +245,35 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
+    """Of one server that is started alone."""
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=port,
+        help=f"where to listen (default: {port}; 0: any free one)",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="for Prometheus (default: any free one)",
+    )
+    parser.add_argument(
+        "--health-port",
+        type=int,
+        metavar="PORT",
+        help="for probes: gRPC health in plaintext, nothing else (default: none)",
+    )
+    parser.add_argument(
+        "--advertise-host",
+        metavar="HOST",
+        help="what others are to connect to, where --host is 0.0.0.0 or ::",
+    )
+
+
 def _add_serving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lane-port",
@@ -190,10 +284,11 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory",
-        type=_bytes,
-        default=2 << 30,
+        type=_budget,
+        default=Budget(),
         metavar="SIZE",
-        help="for each worker's pages, such as 512MiB (default: 2GiB)",
+        help="for each worker's pages, such as 512MiB, or 70%% of what its process may use "
+        "(in a container: of the container's limit) (default: 2GiB)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where pages are (default: cpu)"
@@ -217,8 +312,15 @@ def _address(text: str) -> str:
     return text
 
 
-def _bytes(text: str) -> int:
+def _budget(text: str) -> Budget:
     try:
-        return parse_size(text)
+        return parse_budget(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _share(text: str) -> int:
+    percent = _budget(text).percent
+    if not percent:
+        raise argparse.ArgumentTypeError(f"expected whole percent, such as 80%, got {text!r}")
+    return percent

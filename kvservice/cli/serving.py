@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import uuid
-from typing import Final
+from typing import Any, Final, Protocol, Self
 
 from kvservice import config
 from kvservice.cli.exits import OK, Interrupted
@@ -17,24 +17,33 @@ from kvservice.clock import Clock, SystemClock
 from kvservice.cluster.launch import Down, Launcher
 from kvservice.cluster.ports import check_port_free
 from kvservice.cluster.state import RunState, ServiceOptions, StateStore
-from kvservice.core.errors import NotFound, Unavailable
+from kvservice.core.errors import InvalidRequest, NotFound, Unavailable
+
+
+class _Process(Protocol):
+    """A `ProcessServer`, whose module needs what the other subcommands do without."""
+
+    address: str
+    metrics_address: str | None
+    health_address: str | None
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
 
 _POLL_S: Final = 0.5
+_PAUSE_S: Final = 5.0
 
 
 def up(arguments: argparse.Namespace) -> int:
-    """Start manager and workers on Ray; unless detached, stay until a signal and end them."""
-    options = ServiceOptions(
-        num_workers=arguments.workers,
-        memory_bytes=arguments.memory,
-        device=arguments.device,
-        host=arguments.host,
-        port=arguments.port,
-        worker_port=arguments.worker_port,
-        lane_port=arguments.lane_port,
-        metrics_port=arguments.metrics_port,
-        worker_metrics_port=arguments.worker_metrics_port,
-    )
+    """Start manager and workers on Ray; unless detached, stay until a signal and end them.
+
+    Told to keep them, stay as well, but end nothing.
+    """
+    options = _options(arguments)
+    if arguments.keep:
+        return _keep(_launcher(arguments), options, arguments)
     launcher = _launcher(arguments)
     state = launcher.up(
         options,
@@ -48,7 +57,7 @@ def up(arguments: argparse.Namespace) -> int:
         end = "end it by: kvservice down" if arguments.detach else "end it by Ctrl-C"
         name = "" if state.name == "default" else f" --name {state.name}"
         text = (
-            f"serving at {state.manager_address}, {state.options.num_workers} workers\n"
+            f"serving at {state.manager_address}, {state.options.total_workers} workers\n"
             f'connect by: kvservice_client.connect("{state.manager_address}")\n'
             f"{end}{name if arguments.detach else ''}"
         )
@@ -56,6 +65,49 @@ def up(arguments: argparse.Namespace) -> int:
         print(text, flush=True)
         return OK
     return _stay(launcher, state, SystemClock(), text)
+
+
+def _options(arguments: argparse.Namespace) -> ServiceOptions:
+    if arguments.scale_file is not None and not arguments.keep:
+        raise InvalidRequest("--scale-file is for --keep: nobody looks at it again otherwise")
+    return ServiceOptions(
+        num_workers=arguments.workers,
+        memory_bytes=arguments.memory.num_bytes,
+        memory_percent=arguments.memory.percent,
+        device=arguments.device,
+        num_gpu_workers=arguments.gpu_workers,
+        gpu_memory_percent=arguments.gpu_memory,
+        host=arguments.host,
+        port=arguments.port,
+        worker_port=arguments.worker_port,
+        lane_port=arguments.lane_port,
+        metrics_port=arguments.metrics_port,
+        worker_metrics_port=arguments.worker_metrics_port,
+        health_port=arguments.health_port,
+        worker_health_port=arguments.worker_health_port,
+        manager_address=arguments.manager_address or "",
+        worker_domain=arguments.worker_domain,
+        by_resource=arguments.by_resource,
+    )
+
+
+def _keep(launcher: Launcher, options: ServiceOptions, arguments: argparse.Namespace) -> int:
+    """Keep the service there until a signal, also while its cluster does not answer."""
+    never = threading.Event()
+    clock = SystemClock()
+    with contextlib.suppress(Interrupted):
+        while True:
+            try:
+                launcher.keep(
+                    options,
+                    ray_address=arguments.address,
+                    timeout_s=arguments.timeout,
+                    scale_file=arguments.scale_file,
+                )
+            except Unavailable as error:
+                print(f"trying again: {error}", file=sys.stderr, flush=True)
+            clock.wait(never, _PAUSE_S)
+    return OK
 
 
 def _stay(launcher: Launcher, state: RunState, clock: Clock, text: str) -> int:
@@ -95,42 +147,73 @@ def down(arguments: argparse.Namespace) -> int:
     return OK
 
 
+def manager(arguments: argparse.Namespace) -> int:
+    """Run a manager alone, without Ray, until a signal."""
+    settings = config.ManagerSettings(
+        host=arguments.host,
+        port=arguments.port,
+        advertise_host=arguments.advertise_host,
+        metrics_port=arguments.metrics_port,
+        health_port=arguments.health_port,
+        workers_expected=arguments.workers_expected,
+    )
+    _check_ports(arguments, "port", "metrics_port", "health_port")
+    try:
+        from kvservice.runtime.manager import ManagerServer
+    except ImportError as error:
+        raise _lacking("a manager", error) from error
+    return _run(ManagerServer(settings), {}, "the manager", arguments)
+
+
 def worker(arguments: argparse.Namespace) -> int:
     """Run one worker alone, without Ray, until a signal."""
+    _check_ports(arguments, "port", "lane_port", "metrics_port", "health_port")
+    try:
+        from kvservice.runtime.worker import WorkerServer, budget_bytes
+    except ImportError as error:
+        raise _lacking("a worker", error) from error
     settings = config.WorkerSettings(
         worker_id=arguments.id or f"worker-{uuid.uuid4().hex[:8]}",
-        budget_bytes=arguments.memory,
+        budget_bytes=budget_bytes(arguments.memory, arguments.device),
         host=arguments.host,
         port=arguments.port,
         advertise_host=arguments.advertise_host,
         lane_port=arguments.lane_port,
         metrics_port=arguments.metrics_port,
+        health_port=arguments.health_port,
         device=arguments.device,
         manager_address=arguments.manager,
     )
-    for name in ("port", "lane_port", "metrics_port"):
-        if port := getattr(arguments, name):
-            check_port_free(arguments.host, port, f"--{name.replace('_', '-')}")
-    try:
-        from kvservice.runtime.worker import WorkerServer
-    except ImportError as error:
-        raise NotFound(
-            f"a worker needs the package {error.name}: pip install 'kvservice[server]'"
-        ) from error
+    name = settings.worker_id
+    return _run(WorkerServer(settings), {"workerId": name}, name, arguments)
+
+
+def _run(process: _Process, said: dict[str, str], name: str, arguments: argparse.Namespace) -> int:
+    """Serve until a signal. `said`: what is said of it as JSON, beside its addresses."""
     logging.basicConfig(level=logging.WARNING)
     # Whoever has read what it says may end it at once.
-    with WorkerServer(settings) as server, contextlib.suppress(Interrupted):
+    with process, contextlib.suppress(Interrupted):
         if arguments.json:
-            said = {
-                "workerId": settings.worker_id,
-                "address": server.address,
-                "metricsAddress": server.metrics_address,
+            addresses = {
+                "address": process.address,
+                "metricsAddress": process.metrics_address,
+                "healthAddress": process.health_address,
             }
-            print(json.dumps(said), flush=True)
+            print(json.dumps(said | addresses), flush=True)
         else:
-            print(f"{settings.worker_id} serves at {server.address}", flush=True)
+            print(f"{name} serves at {process.address}", flush=True)
         threading.Event().wait()
     return OK
+
+
+def _check_ports(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if port := getattr(arguments, name):
+            check_port_free(arguments.host, port, f"--{name.replace('_', '-')}")
+
+
+def _lacking(what: str, error: ImportError) -> NotFound:
+    return NotFound(f"{what} needs the package {error.name}: pip install 'kvservice[server]'")
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -158,7 +241,7 @@ def described(state: RunState) -> dict[str, object]:
         "name": state.name,
         "managerAddress": state.manager_address,
         "metricsAddress": state.metrics_address,
-        "workerCount": state.options.num_workers,
+        "workerCount": state.options.total_workers,
         "rayAddress": state.ray_address,
         "kind": state.kind.value,
     }

@@ -5,13 +5,14 @@ Imports no Ray: see `driver`.
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from kvservice.clock import Clock
 from kvservice.cluster.dialogue import converse
@@ -108,6 +109,53 @@ class Launcher:
                 self._undo(present)
                 raise
 
+    def keep(
+        self,
+        options: ServiceOptions,
+        *,
+        ray_address: str,
+        timeout_s: float,
+        scale_file: Path | None = None,
+    ) -> NoReturn:
+        """See to it that the service is there in another's cluster, for as long as it answers.
+
+        Records nothing and ends nothing: what runs there goes on without this process.
+
+        Args:
+            options: What to start where it is missing.
+            ray_address: "auto" (the cluster of this machine), or host:port.
+            timeout_s: Seconds until the cluster must have answered.
+            scale_file: Holds the numbers of workers, as `keeping.scaled` reads them.
+
+        Raises:
+            InvalidRequest: The address or the port is none that a service can be kept at.
+            Unavailable: The cluster does not answer, or no longer.
+            Conflict: Another command of this name is at work.
+        """
+        if ray_address == LOCAL or options.port == 0:
+            raise InvalidRequest(
+                "a service is kept in a cluster that is there: state --address auto or "
+                "HOST:PORT, and a --port that is not 0"
+            )
+        check_listening(ray_address)
+        request = {
+            "action": "keep",
+            "options": asdict(options),
+            "timeout_s": timeout_s,
+            "scale_file": "" if scale_file is None else str(scale_file),
+            "ray_address": ray_address,
+            "node_address": "",
+            "is_local": False,
+        }
+
+        def heard(event: dict[str, Any]) -> None:
+            if "kept" in event:
+                self._report(_kept(event["kept"]))
+
+        with self._store.lock():
+            self._ask(request, self._environment, timeout_s, heard, margin_s=math.inf)
+        raise AssertionError("keeping has no result")
+
     def down(self) -> Down:
         """End exactly what `up` has started. May be repeated.
 
@@ -188,7 +236,7 @@ class Launcher:
         plan = plan_head(
             Path(state.scratch),
             tag=state.tag,
-            num_workers=options.num_workers,
+            num_workers=options.total_workers,
             environment=self._environment,
         )
         self._report("starting Ray")
@@ -253,7 +301,7 @@ class Launcher:
                 self._store.save(state)
                 self._report(f"starting {event['actor']['name']}")
             if "started_workers" in event:
-                self._report(f"{event['started_workers']} of {state.options.num_workers} workers")
+                self._report(f"{event['started_workers']} of {state.options.total_workers} workers")
 
         def check() -> None:
             if head is not None and head.poll() is not None:
@@ -304,6 +352,7 @@ class Launcher:
         timeout_s: float,
         heard: Callable[[dict[str, Any]], None] = lambda _: None,
         check: Callable[[], None] = lambda: None,
+        margin_s: float = _MARGIN_S,
     ) -> dict[str, Any]:
         return converse(
             request,
@@ -311,7 +360,7 @@ class Launcher:
             log_path=self._store.directory / "driver.log",
             clock=self._clock,
             timeout_s=timeout_s,
-            margin_s=_MARGIN_S,
+            margin_s=margin_s,
             heard=heard,
             check=check,
         )
@@ -324,3 +373,16 @@ def _where(state: RunState) -> dict[str, object]:
         "node_address": NODE_ADDRESS if is_local else "",
         "is_local": is_local,
     }
+
+
+def _kept(state: Mapping[str, Any]) -> str:
+    """Return a line that says how a kept service stands."""
+    if "waiting" in state:
+        return f"waiting: {state['waiting']}"
+    line = (
+        f"the manager serves at {state['manager_address']}, "
+        f"{state['alive']} of {state['expected']} workers are alive"
+    )
+    if names := state.get("other_options"):
+        line += f"; it was started with other options ({', '.join(names)}), which it keeps"
+    return line

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import ray
 
 from kvservice.cluster.placement import Needs
 from kvservice.cluster.serving import serve, where
-from kvservice.cluster.state import ServiceOptions
+from kvservice.cluster.state import ServiceOptions, WorkerGroup
 from kvservice.cluster.worker_actor import WorkerActor, WorkerPlan
 from kvservice.config import ManagerSettings
 from kvservice.core.directory import WorkerState
@@ -18,7 +19,8 @@ from kvservice.runtime.manager import ManagerServer
 
 NAMESPACE: Final = "kvservice"
 MANAGER_NAME: Final = "kv-manager"
-WORKER_PREFIX: Final = "kv-worker-"
+
+LOG = logging.getLogger(__name__)
 
 
 class ManagerActor:
@@ -28,14 +30,18 @@ class ManagerActor:
     names, and hears from them what they hold.
     """
 
-    def __init__(self, options: ServiceOptions, needs: Needs, *, is_local: bool) -> None:
+    def __init__(
+        self, options: ServiceOptions, needs: Mapping[str, Needs], *, is_local: bool
+    ) -> None:
         """
         Args:
-            needs: Of each worker.
+            needs: Of each worker, by the prefix of its group.
             is_local: All workers are on this machine, so that their ports must differ.
         """
         logging.basicConfig(level=logging.INFO)
         self._options = options
+        self._needs = needs
+        self._is_local = is_local
         host, advertise_host = where(options.host)
         self._server = ManagerServer(
             ManagerSettings(
@@ -43,14 +49,13 @@ class ManagerActor:
                 port=options.port,
                 advertise_host=advertise_host,
                 metrics_port=options.metrics_port,
-                workers_expected=options.num_workers,
+                health_port=options.health_port,
+                workers_expected=options.total_workers,
             )
         )
         serve(self._server)
-        self._workers = {
-            plan.worker_id: _find_or_start(plan, needs)
-            for plan in worker_plans(options, self._server.address, is_local=is_local)
-        }
+        self._workers: dict[str, Any] = {}
+        self._start_missing()
 
     def describe(self) -> dict[str, object]:
         """Return where it serves, for whom, and what it was started with."""
@@ -61,6 +66,21 @@ class ManagerActor:
             "options": asdict(self._options),
         }
 
+    def scale(self, num_workers: int, num_gpu_workers: int) -> dict[str, object]:
+        """Have so many workers, and return what `describe` does, and how many are `alive`.
+
+        Missing ones are started. One too many is ended only if it serves nobody, as when its node
+        has been taken away: which node goes is for others to choose. May be repeated.
+        """
+        self._options = replace(
+            self._options, num_workers=num_workers, num_gpu_workers=num_gpu_workers
+        )
+        self._server.manager.workers_expected = self._options.total_workers
+        for group in self._options.groups:
+            self._end_surplus(group)
+        self._start_missing()
+        return {**self.describe(), "alive": self.num_alive_workers()}
+
     def stop(self) -> None:
         """Let calls in progress end, and serve no more."""
         self._server.stop()
@@ -70,28 +90,85 @@ class ManagerActor:
         views = self._server.manager.workers()
         return sum(view.state is WorkerState.ALIVE for view in views)
 
+    def _start_missing(self) -> None:
+        """Find or start workers until each group has its number. Does not wait for them."""
+        names = set(_named_actors())
+        for name in [name for name in self._workers if name not in names]:
+            LOG.warning("%s did not start, or was ended; starting another", name)
+            del self._workers[name]
+        for plan in worker_plans(
+            self._options, self._server.address, names, is_local=self._is_local
+        ):
+            if plan.worker_id not in self._workers:
+                needs = self._needs[_prefix(plan.worker_id)]
+                self._workers[plan.worker_id] = _find_or_start(plan, needs)
+
+    def _end_surplus(self, group: WorkerGroup) -> None:
+        serving = {
+            view.record.worker_id
+            for view in self._server.manager.workers()
+            if view.state in (WorkerState.ALIVE, WorkerState.DRAINING)
+        }
+        ours = [name for name in self._workers if _prefix(name) == group.prefix]
+        num_surplus = max(0, len(ours) - group.num_workers)
+        for name in [name for name in ours if name not in serving][:num_surplus]:
+            LOG.info("ending %s, which serves nobody and is one too many", name)
+            ray.kill(self._workers.pop(name), no_restart=True)
+
 
 def worker_plans(
-    options: ServiceOptions, manager_address: str, *, is_local: bool
+    options: ServiceOptions, manager_address: str, present: Iterable[str], *, is_local: bool
 ) -> list[WorkerPlan]:
-    """Return what each worker is to be. On one machine a stated port is the first worker's, and
+    """Return what each worker is to be: those that are present, and in each group as many more as
+    it lacks, with the lowest free numbers. On one machine a stated port is the first worker's, and
     the others get the next ones."""
+    plans: list[WorkerPlan] = []
 
     def port(stated: int, index: int) -> int:
         return stated + index if stated and is_local else stated
 
+    before = 0  # on one machine, workers of earlier groups
+    for group in options.groups:
+        for number in _numbers(group, present):
+            index = before + number
+            health = options.worker_health_port
+            plans.append(
+                WorkerPlan(
+                    worker_id=f"{group.prefix}{number}",
+                    budget=group.budget,
+                    device=group.device,
+                    host=options.host,
+                    port=port(options.worker_port, index),
+                    lane_port=port(options.lane_port, index),
+                    metrics_port=port(options.worker_metrics_port, index),
+                    health_port=None if health is None else port(health, index),
+                    manager_address=options.manager_address or manager_address,
+                    domain=options.worker_domain,
+                )
+            )
+        before += group.num_workers
+    return plans
+
+
+def _numbers(group: WorkerGroup, present: Iterable[str]) -> list[int]:
+    """Return the numbers in the names of a group's workers, those to be started included."""
+    numbers = {
+        int(name.removeprefix(group.prefix)) for name in present if _prefix(name) == group.prefix
+    }
+    free = (number for number in range(len(numbers) + group.num_workers) if number not in numbers)
+    return sorted([*numbers, *(next(free) for _ in range(group.num_workers - len(numbers)))])
+
+
+def _prefix(worker_id: str) -> str:
+    return worker_id.rstrip("0123456789")
+
+
+def _named_actors() -> list[str]:
+    """Return the names of the workers that Ray has."""
     return [
-        WorkerPlan(
-            worker_id=f"{WORKER_PREFIX}{index}",
-            memory_bytes=options.memory_bytes,
-            device=options.device,
-            host=options.host,
-            port=port(options.worker_port, index),
-            lane_port=port(options.lane_port, index),
-            metrics_port=port(options.worker_metrics_port, index),
-            manager_address=manager_address,
-        )
-        for index in range(options.num_workers)
+        found["name"]
+        for found in ray.util.list_named_actors(all_namespaces=True)
+        if found["namespace"] == NAMESPACE and found["name"] != MANAGER_NAME
     ]
 
 

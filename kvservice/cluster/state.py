@@ -19,9 +19,17 @@ from pathlib import Path
 from typing import Final
 
 from kvservice.cluster.processes import ProcessKey
+from kvservice.config import Budget
 from kvservice.core.errors import Conflict, InvalidRequest
 
+WORKER_PREFIX: Final = "kv-worker-"
+GPU_WORKER_PREFIX: Final = "kv-gpu-worker-"
+
 _FORMAT: Final = 1
+_PORTS: Final = (
+    *("port", "metrics_port", "health_port", "lane_port"),
+    *("worker_port", "worker_metrics_port", "worker_health_port"),
+)
 
 
 class Kind(Enum):
@@ -40,36 +48,94 @@ class Actor:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Workers of a service that are alike; their names are the prefix and a number."""
+
+    prefix: str
+    device: str
+    num_workers: int
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceOptions:
     """What a service is started with. Sizes in bytes; port 0 is any free one.
 
-    `host` is where the servers listen; None: the loopback for a Ray of our own, else the address
-    of the node that each runs on.
+    Fields:
+        num_workers: On `device`.
+        memory_bytes: For each worker's pages.
+        memory_percent: Above 0: this share of the memory that a worker may use, instead.
+        num_gpu_workers: On GPUs, beside those on the CPU.
+        gpu_memory_percent: What the pages of each of these may take of its GPU.
+        host: Where the servers listen; None: the loopback for a Ray of our own, else the address
+            of the node that each runs on.
+        health_port: The manager's for probes; None: none. Likewise `worker_health_port`.
+        manager_address: Where workers find the manager, as host:port. Empty: at the address of
+            its node, which another node has if the manager must move there.
+        worker_domain: Workers are to be reached by their address as a name below this domain:
+            10-0-0-7.DOMAIN. Empty: by their address.
+        by_resource: Place by the resources kvmanager, kvworker and kvworker_gpu alone, also where
+            no node has them yet.
     """
 
     num_workers: int = 1
     memory_bytes: int = 2 << 30
+    memory_percent: int = 0
     device: str = "cpu"
+    num_gpu_workers: int = 0
+    gpu_memory_percent: int = 80
     host: str | None = None
     port: int = 50051
     worker_port: int = 0
     lane_port: int = 0
     metrics_port: int = 0
     worker_metrics_port: int = 0
+    health_port: int | None = None
+    worker_health_port: int | None = None
+    manager_address: str = ""
+    worker_domain: str = ""
+    by_resource: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise InvalidRequest(f"there must be at least 1 worker, got {self.num_workers}")
+        for name in ("num_workers", "num_gpu_workers"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.total_workers < 1:
+            raise InvalidRequest(f"there must be at least 1 worker, got {self.total_workers}")
         if self.memory_bytes < 1 << 20:
             raise InvalidRequest(
                 f"a worker's memory must be at least 1 MiB, got {self.memory_bytes} bytes"
             )
+        for name, lowest in (("memory_percent", 0), ("gpu_memory_percent", 1)):
+            if not lowest <= getattr(self, name) <= 95:
+                raise InvalidRequest(
+                    f"{name} must be between {lowest} and 95, got {getattr(self, name)}"
+                )
         if self.device not in ("cpu", "cuda"):
             raise InvalidRequest(f'device must be "cpu" or "cuda", got "{self.device}"')
-        for name in ("port", "worker_port", "lane_port", "metrics_port", "worker_metrics_port"):
-            value: int = getattr(self, name)
+        if self.num_gpu_workers and self.device != "cpu":
+            raise InvalidRequest(
+                f'GPU workers are beside those on the CPU, but device is "{self.device}"'
+            )
+        for name in _PORTS:
+            value: int = getattr(self, name) or 0
             if not 0 <= value <= 65535:
                 raise InvalidRequest(f"{name} must be between 0 and 65535, got {value}")
+
+    @property
+    def total_workers(self) -> int:
+        """How many workers there should be, over all groups."""
+        return self.num_workers + self.num_gpu_workers
+
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """The groups of workers, empty ones included."""
+        budget = Budget(self.memory_bytes, self.memory_percent)
+        gpu_budget = Budget(percent=self.gpu_memory_percent)
+        return (
+            WorkerGroup(WORKER_PREFIX, self.device, self.num_workers, budget),
+            WorkerGroup(GPU_WORKER_PREFIX, "cuda", self.num_gpu_workers, gpu_budget),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,24 +6,28 @@ import logging
 from dataclasses import dataclass
 
 from kvservice.cluster.serving import serve, where
-from kvservice.config import WorkerSettings
+from kvservice.config import Budget, WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
     """What one worker is to be, wherever Ray puts it. Ports: 0 is any free one.
 
+    budget: What its pages may take of what there is where it runs.
     host: Where to listen; None: at the address of the node.
+    domain: What others know its address under, as `ServiceOptions.worker_domain` says.
     """
 
     worker_id: str
-    memory_bytes: int
+    budget: Budget
     device: str
     host: str | None
     port: int
     lane_port: int
     metrics_port: int
+    health_port: int | None
     manager_address: str
+    domain: str = ""
 
 
 class WorkerActor:
@@ -31,20 +35,21 @@ class WorkerActor:
 
     def __init__(self, plan: WorkerPlan) -> None:
         # Not above: those who only start the actor, the manager too, do without torch.
-        from kvservice.runtime.worker import WorkerServer
+        from kvservice.runtime.worker import WorkerServer, budget_bytes
 
         logging.basicConfig(level=logging.INFO)
-        host, advertise_host = where(plan.host)
+        host, advertise_host = where(plan.host, plan.domain)
         self._server = WorkerServer(
             WorkerSettings(
                 worker_id=plan.worker_id,
-                budget_bytes=plan.memory_bytes,
+                budget_bytes=budget_bytes(plan.budget, plan.device),
                 device=plan.device,
                 host=host,
                 port=plan.port,
                 lane_port=plan.lane_port,
                 advertise_host=advertise_host,
                 metrics_port=plan.metrics_port,
+                health_port=plan.health_port,
                 manager_address=plan.manager_address,
             )
         )

@@ -43,6 +43,7 @@ class ManagerServer(ProcessServer):
         running.callback(self.manager.close)
         metrics.watch(self.manager.membership, self._clock)
         self._serve_metrics(running, metrics, settings)
+        self._serve_health(running, server, settings)
         server.start(self.manager, MANAGER, recorder=metrics)
         running.callback(lambda: server.stop(self._grace_s))
         LOG.info("manager serves at %s", self.address)

@@ -10,6 +10,7 @@ from kvservice.clock import Clock
 from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
 from kvservice.metrics import Metrics, MetricsEndpoint
 from kvservice.server.app import GrpcServer
+from kvservice.server.health import HealthServer
 
 GRACE_S: Final = 5.0
 
@@ -19,6 +20,7 @@ class ProcessServer:
 
     address: str
     metrics_address: str | None
+    health_address: str | None
 
     def __init__(self, limits: ServerLimits, clock: Clock) -> None:
         self._limits = limits
@@ -74,6 +76,16 @@ class ProcessServer:
             endpoint = MetricsEndpoint(metrics.registry, settings.host, settings.metrics_port)
             running.callback(endpoint.close)
             self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)
+
+    def _serve_health(
+        self, running: ExitStack, server: GrpcServer, settings: ManagerSettings | WorkerSettings
+    ) -> None:
+        """Say at the port for probes what the server says of itself, which is: not yet."""
+        self.health_address = None
+        if settings.health_port is not None:
+            endpoint = HealthServer(server.health, settings.host, settings.health_port)
+            running.callback(endpoint.close)
+            self.health_address = _join(settings.advertise_host or settings.host, endpoint.port)
 
 
 def _join(host: str, port: int) -> str:

@@ -10,7 +10,13 @@ from contextlib import ExitStack
 from typing import Final
 
 from kvservice.clock import Clock, SystemClock
-from kvservice.config import ConfigError, WorkerSettings
+from kvservice.config import (
+    Budget,
+    ConfigError,
+    WorkerSettings,
+    format_size,
+    memory_limit_bytes,
+)
 from kvservice.metrics import WorkerMetrics
 from kvservice.runtime.process import ProcessServer
 from kvservice.server.heartbeat import HeartbeatSource
@@ -18,12 +24,33 @@ from kvservice.server.lane import LaneServer
 from kvservice.server.worker_stub import HeartbeatLoop
 from kvservice.wire.names import WORKER
 from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.devices import device_memory_bytes
 from kvservice_workers.worker import PageWorker, WorkerConfig
 
 LOG = logging.getLogger(__name__)
 
 EXPIRY_S: Final = 0.5
 AUDIT_S: Final = 60.0
+
+
+def budget_bytes(budget: Budget, device: str) -> int:
+    """Return what a worker's pages may take in this process, on this device.
+
+    Raises:
+        ConfigError: More than there is, or the device cannot be used.
+    """
+    try:
+        available = memory_limit_bytes() if device == "cpu" else device_memory_bytes(device)
+    except RuntimeError as error:  # torch's answer to a device that is not there
+        raise _unusable(device, error) from error
+    wanted = budget.of(available)
+    if wanted > available:
+        raise ConfigError(
+            f"a budget of {format_size(wanted)} is more than the {format_size(available)} that "
+            f"{'this process may use' if device == 'cpu' else device + ' has'}; ask for less, or "
+            "for a share such as 70%"
+        )
+    return wanted
 
 
 class WorkerServer(ProcessServer):
@@ -50,6 +77,7 @@ class WorkerServer(ProcessServer):
         running.callback(self.worker.close)
         metrics.watch(self.worker.stats)
         self._serve_metrics(running, metrics, settings)
+        self._serve_health(running, server, settings)
         self._drain = Drain(self.worker, self._clock)
         expiry = _Expiry(self.worker, self._drain, self._clock)
         running.callback(expiry.stop)
@@ -105,8 +133,12 @@ class WorkerServer(ProcessServer):
         try:
             return PageWorker(config, clock=self._clock)
         except RuntimeError as error:  # torch's answer to a device that is not there
-            first_line = str(error).partition("\n")[0]
-            raise ConfigError(f"device {settings.device!r} cannot be used: {first_line}") from error
+            raise _unusable(settings.device, error) from error
+
+
+def _unusable(device: str, error: RuntimeError) -> ConfigError:
+    first_line = str(error).partition("\n")[0]
+    return ConfigError(f"device {device!r} cannot be used: {first_line}")
 
 
 class Drain:

@@ -52,6 +52,11 @@ class GrpcServer:
             maximum_concurrent_rpcs=num_threads + self._limits.queued_calls,
         )
 
+    @property
+    def health(self) -> health.HealthServicer:
+        """What it says of itself, to be served at another port as well."""
+        return self._health
+
     def listen(self, host: str, port: int) -> int:
         """Bind to host and port (0: any free one) and return the port. Nothing is served yet.
 

@@ -19,7 +19,7 @@ from kvservice.cluster.ports import free_ports
 from kvservice.cluster.processes import ProcessKey
 from kvservice.cluster.state import Kind, RunState, ServiceOptions, StateStore
 
-COMMANDS = ("up", "down", "status", "stats", "workers", "sessions", "worker", "demo")
+COMMANDS = ("up", "down", "status", "stats", "workers", "sessions", "manager", "worker", "demo")
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvservice.cluster.head import make_scratch, plan_head
+from kvservice.cluster.keeping import scaled
+from kvservice.cluster.manager_actor import worker_plans
 from kvservice.cluster.placement import Needs, manager_needs, shortage, worker_needs
 from kvservice.cluster.ports import check_listening, check_port_free, free_ports
 from kvservice.cluster.processes import TAG_VARIABLE, ProcessKey
@@ -98,6 +100,10 @@ class TestServiceOptions:
         [
             ("num_workers", 0),
             ("memory_bytes", 1000),
+            ("memory_percent", 96),
+            ("gpu_memory_percent", -5),
+            ("num_gpu_workers", -1),
+            ("worker_health_port", 65537),
             ("device", "tpu"),
             ("port", -1),
             ("port", 65536),
@@ -110,23 +116,39 @@ class TestServiceOptions:
             ServiceOptions(**{field: value})  # type: ignore[arg-type]
 
 
+def group(**options: object) -> dict[str, object]:
+    """Return options and their group on `device`, as `worker_needs` takes them."""
+    stated = ServiceOptions(**options)  # type: ignore[arg-type]
+    return {"options": stated, "group": stated.groups[0]}
+
+
 class TestPlacement:
     def test_workers_go_where_the_cluster_says(self) -> None:
         """With the resource `kvworker` each worker takes one; elsewhere each takes a CPU."""
-        options = ServiceOptions(num_workers=3)
-        assert worker_needs({"kvworker": 2, "CPU": 8}, options, is_local=False) == Needs(
+        three = group(num_workers=3)
+        assert worker_needs({"kvworker": 2, "CPU": 8}, **three, is_local=False) == Needs(  # type: ignore[arg-type]
             resources={"kvworker": 1}
         )
-        assert worker_needs({"CPU": 8}, options, is_local=False) == Needs(num_cpus=1)
+        assert worker_needs({"CPU": 8}, **three, is_local=False) == Needs(num_cpus=1)  # type: ignore[arg-type]
 
     def test_gpus_are_shared_on_one_machine_only(self) -> None:
         """Two workers share a laptop's GPU; in a cluster each needs its own."""
-        options = ServiceOptions(num_workers=2, device="cuda")
-        local = worker_needs({"kvworker": 2, "GPU": 1}, options, is_local=True)
-        assert local.num_gpus == 0.5
-        assert worker_needs({"GPU": 4}, options, is_local=True).num_gpus == 1
-        assert worker_needs({"GPU": 1}, options, is_local=False).num_gpus == 1
-        assert worker_needs({}, options, is_local=True).num_gpus == 1
+        two = group(num_workers=2, device="cuda")
+        local = worker_needs({"kvworker": 2, "GPU": 1}, **two, is_local=True)  # type: ignore[arg-type]
+        assert local == Needs(num_gpus=0.5, resources={"kvworker": 1})
+        assert worker_needs({"GPU": 4}, **two, is_local=True).num_gpus == 1  # type: ignore[arg-type]
+        assert worker_needs({"GPU": 1}, **two, is_local=False).num_gpus == 1  # type: ignore[arg-type]
+        assert worker_needs({}, **two, is_local=True).num_gpus == 1  # type: ignore[arg-type]
+
+    def test_nodes_that_are_still_to_come_are_asked_for_by_resource(self) -> None:
+        """Whichever node joins first, each actor ends up where it belongs."""
+        options = ServiceOptions(num_workers=2, num_gpu_workers=1, by_resource=True)
+        on_cpu, on_gpu = (
+            worker_needs({"CPU": 8}, options, each, is_local=False) for each in options.groups
+        )
+        assert on_cpu == Needs(resources={"kvworker": 1})
+        assert on_gpu == Needs(num_gpus=1, resources={"kvworker_gpu": 1})
+        assert manager_needs({}, by_resource=True).resources == {"kvmanager": 1}
 
     def test_manager_stays_on_one_node(self) -> None:
         """It takes `kvmanager` where that exists, else something only the head node has."""
@@ -140,6 +162,76 @@ class TestPlacement:
         assert "each of the 2" in text
         assert "1 CPU (the cluster has 4, free 0.5)" in text
         assert "1 kvworker (the cluster has 3, free 0)" in text
+
+
+class TestPlans:
+    def test_missing_workers_get_the_lowest_free_numbers(self) -> None:
+        """Those that are there keep their names, whichever they are."""
+        options = ServiceOptions(num_workers=3, num_gpu_workers=1, worker_port=50061)
+        present = ["kv-worker-1", "kv-worker-7", "kv-manager"]
+        plans = worker_plans(options, "10.0.0.1:50051", present, is_local=False)
+        assert [(plan.worker_id, plan.device) for plan in plans] == [
+            ("kv-worker-0", "cpu"),
+            ("kv-worker-1", "cpu"),
+            ("kv-worker-7", "cpu"),
+            ("kv-gpu-worker-0", "cuda"),
+        ]
+        assert {plan.port for plan in plans} == {50061}
+        assert {plan.manager_address for plan in plans} == {"10.0.0.1:50051"}
+
+    def test_more_than_asked_for_are_kept(self) -> None:
+        """Who is to go is decided by what still serves, not by a number."""
+        options = ServiceOptions(num_workers=1)
+        present = ["kv-worker-0", "kv-worker-2"]
+        plans = worker_plans(options, "10.0.0.1:50051", present, is_local=False)
+        assert [plan.worker_id for plan in plans] == present
+
+    def test_ports_differ_on_one_machine(self) -> None:
+        """Over all groups, and for each kind of port; 0 and none stay what they are."""
+        options = ServiceOptions(
+            num_workers=2, num_gpu_workers=1, worker_port=100, worker_health_port=200
+        )
+        plans = worker_plans(options, "127.0.0.1:1", [], is_local=True)
+        assert [plan.port for plan in plans] == [100, 101, 102]
+        assert [plan.health_port for plan in plans] == [200, 201, 202]
+        assert {plan.metrics_port for plan in plans} == {0}
+        assert worker_plans(ServiceOptions(), "h:1", [], is_local=True)[0].health_port is None
+
+    def test_a_stated_manager_address_is_what_workers_get(self) -> None:
+        """A name stays right when the manager moves to another node."""
+        options = ServiceOptions(manager_address="kv-manager:50051", worker_domain="kv.svc")
+        (plan,) = worker_plans(options, "10.0.0.1:50051", [], is_local=False)
+        assert (plan.manager_address, plan.domain) == ("kv-manager:50051", "kv.svc")
+
+
+class TestScaleFile:
+    def test_states_the_numbers_of_workers(self, tmp_path: Path) -> None:
+        """They replace those of the options, which stay as they are otherwise."""
+        options = ServiceOptions(num_workers=1, port=4)
+        path = tmp_path / "scale.json"
+        path.write_text('{"workers": 5, "gpuWorkers": 2}')
+        assert scaled(options, path) == replace(options, num_workers=5, num_gpu_workers=2)
+        assert scaled(options, None) == options
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("", "3", "[]", "{}", '{"workers": 1}', '{"workers": 0, "gpuWorkers": 0}'),
+            *('{"workers": -1, "gpuWorkers": 2}', '{"workers": true, "gpuWorkers": 0}'),
+            *('{"workers": "2", "gpuWorkers": 0}', '{"workers": 1.5, "gpuWorkers": 0}'),
+        ],
+    )
+    def test_refuses_anything_else(self, text: str, tmp_path: Path) -> None:
+        """Nothing is scaled by a guess."""
+        path = tmp_path / "scale.json"
+        path.write_text(text)
+        with pytest.raises(InvalidRequest):
+            scaled(ServiceOptions(), path)
+
+    def test_refuses_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        """A mount that has not come yet is not a scale of nothing."""
+        with pytest.raises(InvalidRequest, match=r"scale\.json"):
+            scaled(ServiceOptions(), tmp_path / "scale.json")
 
 
 class TestPorts:

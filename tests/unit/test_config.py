@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.config import (
+    Budget,
     ConfigError,
     ManagerSettings,
     ServerLimits,
     WorkerSettings,
     format_size,
+    memory_limit_bytes,
+    parse_budget,
     parse_size,
 )
 
@@ -81,3 +85,77 @@ def test_defaults_can_be() -> None:
     """What nobody has set is good as it stands; all addresses may be listened on, if told apart."""
     assert ManagerSettings().limits == ServerLimits()
     assert WorkerSettings("w0", 1 << 20, host="0.0.0.0", advertise_host="10.0.0.1").port == 0
+
+
+MEMINFO = "MemTotal:       16777216 kB\nMemFree:        1 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        pytest.param({}, 16 << 30, id="no-groups"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "4294967296\n"},
+            4 << 30,
+            id="container-v2",
+        ),
+        pytest.param(
+            {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"},
+            16 << 30,
+            id="no-limit-v2",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/pod/container\n",
+                "sys/fs/cgroup/pod/memory.max": "2147483648\n",
+                "sys/fs/cgroup/pod/container/memory.max": "3221225472\n",
+            },
+            2 << 30,
+            id="tightest-of-nested-v2",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "1073741824\n",
+            },
+            1 << 30,
+            id="container-v1",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            16 << 30,
+            id="no-limit-v1",
+        ),
+    ],
+)
+def test_memory_limit_is_the_tightest(files: Mapping[str, str], limit: int, tmp_path: Path) -> None:
+    """Of all control groups that this process is in, and of the machine."""
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert memory_limit_bytes(tmp_path) == limit
+
+
+def test_memory_limit_of_this_process() -> None:
+    """There is one, and it is not absurd."""
+    assert 64 << 20 < memory_limit_bytes() < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("70%", 70 * 1024), ("1 %", 1024), ("2GiB", 2 << 30), ("64KiB", 65536)]
+)
+def test_budget_is_a_size_or_a_share(text: str, num_bytes: int) -> None:
+    """A share is of what there is; a size is itself."""
+    assert parse_budget(text).of(100 * 1024) == num_bytes
+    assert Budget().of(1) == 2 << 30
+
+
+@pytest.mark.parametrize("text", ["0%", "96%", "100%", "7.5%", "-5%", "%", "99999%", ""])
+def test_other_budgets_are_refused(text: str) -> None:
+    """Nothing is left for the process itself, or it is not a budget at all."""
+    with pytest.raises(ConfigError):
+        parse_budget(text)
