@@ -17,13 +17,14 @@ from kvservice_client.functional import (
     init_kv_layer_cache,
     update_kv_layer_cache,
 )
-from tests import decoders
+from tests import jax_decoders
 from tests.caching import lengths
-from tests.decoders import GPT, BlockConfig, cached_attention, cached_step, dense_attention
+from tests.decoders import GPT
+from tests.jax_decoders import BlockConfig, cached_attention, cached_step, dense_attention
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 32]])
 CONFIG = BlockConfig()
-WEIGHTS = decoders.init_weights(CONFIG)
+WEIGHTS = jax_decoders.init_weights(CONFIG)
 JAX_IDS = jnp.array([[3, 14, 15, 9], [35, 8, 9, 7]])
 NEW_TOKENS = 6
 
@@ -88,7 +89,7 @@ def test_functional_greedy(client: Client) -> None:
         logits, caches = cached_step(CONFIG, WEIGHTS, ids, caches, update_kv_layer_cache)
         return logits
 
-    tokens = decoders.greedy(step, JAX_IDS, NEW_TOKENS)
+    tokens = jax_decoders.greedy(step, JAX_IDS, NEW_TOKENS)
     assert_tokens(tokens)
 
 
@@ -96,13 +97,13 @@ def test_case_18(client: Client) -> None:
     """Case 18: a prompt of 4 and 3 single tokens are one pass over 7; length 7 on every layer."""
     ids = jnp.concatenate([JAX_IDS, jnp.array([[1, 2, 3], [4, 5, 6]])], axis=1)
     config = BlockConfig(num_kv_heads=None)
-    weights = decoders.init_weights(config)
+    weights = jax_decoders.init_weights(config)
     caches = init_decoder_kv_caches_from_config(config, batch_size=2, client=client)
     parts = []
     for part in (ids[:, :4], ids[:, 4:5], ids[:, 5:6], ids[:, 6:]):
         logits, caches = cached_step(config, weights, part, caches, update_kv_layer_cache)
         parts.append(logits)
-    whole = decoders.full_logits(config, weights, ids)
+    whole = jax_decoders.full_logits(config, weights, ids)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-4, rtol=0)
     assert [int(cache.length) for cache in caches] == [7, 7]
 
@@ -111,13 +112,13 @@ def test_case_18(client: Client) -> None:
 def test_case_20(client: Client, rows: int, heads: int, kv_heads: int) -> None:
     """Case 20: shapes and lengths of an attention block of width 64, with and without groups."""
     config = BlockConfig(d_model=64, num_heads=heads, num_kv_heads=kv_heads, max_len=64)
-    layer = decoders.layer_of(decoders.init_weights(config), 0)
+    layer = jax_decoders.layer_of(jax_decoders.init_weights(config), 0)
     cache = init_kv_layer_cache(rows, kv_heads, 8, 64, jnp.float32, client=client)
     first, then = (4, 1) if rows == 2 else (2, 1)
     for tokens, length in ((first, first), (then, first + then)):
         x = jnp.ones((rows, tokens, 64))
         out, cache = cached_attention(config, layer, x, cache, update_kv_layer_cache)
-        assert decoders.finish(layer, x, out).shape == (rows, tokens, 64)
+        assert jax_decoders.finish(layer, x, out).shape == (rows, tokens, 64)
         assert int(cache.length) == length
     assert cache.keys.shape == (rows, kv_heads, 64, 8)
 
@@ -143,13 +144,13 @@ def test_attend_between_jitted_halves(client: Client) -> None:
     with client.open(num_rows=2) as session:
 
         def step(ids: Any, past: int) -> Any:
-            return decoders.host_step(CONFIG, WEIGHTS, ids, past, session.attend)
+            return jax_decoders.host_step(CONFIG, WEIGHTS, ids, past, session.attend)
 
-        assert_tokens(decoders.greedy(step, JAX_IDS, NEW_TOKENS))
+        assert_tokens(jax_decoders.greedy(step, JAX_IDS, NEW_TOKENS))
         assert session.lengths(1) == (JAX_IDS.shape[1] + NEW_TOKENS - 1,) * 2
 
 
-@pytest.mark.parametrize("step", [decoders.traced_step, decoders.scanned_step])
+@pytest.mark.parametrize("step", [jax_decoders.traced_step, jax_decoders.scanned_step])
 def test_attend_in_a_jitted_step(client: Client, step: Any) -> None:
     """One compiled step, over layers one by one or in a scan. It is compiled twice, for the
     prompt and for one token, and not again as the sequence grows."""
@@ -157,13 +158,13 @@ def test_attend_in_a_jitted_step(client: Client, step: Any) -> None:
         compiled = jax.jit(
             lambda ids, past: step(CONFIG, WEIGHTS, ids, past, partial(functional.attend, session))
         )
-        assert_tokens(decoders.greedy(compiled, JAX_IDS, NEW_TOKENS))
+        assert_tokens(jax_decoders.greedy(compiled, JAX_IDS, NEW_TOKENS))
         assert compiled._cache_size() == 2
         assert session.lengths(1) == (JAX_IDS.shape[1] + NEW_TOKENS - 1,) * 2
 
 
 def assert_tokens(tokens: Any) -> None:
     """Check tokens made from `JAX_IDS`, and that they are not always the same."""
-    expected = decoders.greedy_anew(CONFIG, WEIGHTS, JAX_IDS, NEW_TOKENS)
+    expected = jax_decoders.greedy_anew(CONFIG, WEIGHTS, JAX_IDS, NEW_TOKENS)
     assert tokens.tolist() == expected.tolist()
     assert len(set(expected[:, JAX_IDS.shape[1] :].ravel().tolist())) > NEW_TOKENS // 2
