@@ -87,6 +87,24 @@ class Changes:
 
         self._make("Pop", request, lambda: mirror.cut(keep))
 
+    def roll_back(self) -> Lengths:
+        """Cut each row to what all its layers still hold; return those lengths.
+
+        Raises:
+            PagesLost: Another extent was found to be lost; what is left is known now.
+        """
+        mirror = self._mirror
+        if mirror.uncertain:
+            self.refresh()
+        lost = mirror.find_lost()
+        keep = mirror.shortest()
+        if lost is not None:
+            keep = tuple(map(min, keep, lost.starts))
+        if lost is not None or any(map(int.__lt__, keep, mirror.longest())):
+            self.pop(keep)
+        mirror.step = None
+        return keep
+
     def reset(self) -> None:
         """Drop all tokens."""
         mirror = self._mirror

@@ -148,7 +148,7 @@ class Mirror:
     # -- structural changes
 
     def cut(self, keep: Sequence[int]) -> None:
-        """Cut every layer of each row to `keep[row]`. What is lost is forgotten.
+        """Cut every layer of each row to `keep[row]`. What is lost from there on is forgotten.
 
         An extent that is emptied becomes a spare, and the tail goes back.
         """
@@ -157,7 +157,12 @@ class Mirror:
             layer: cuts[lengths] for layer, lengths in self.lengths.items() if any(cuts[lengths])
         }
         self.padding = self.padding.cut(keep)
-        self.extents = [extent for extent in self.extents if not extent.lost]
+        # One that is found to be lost while the cut is made may hold something that stays.
+        self.extents = [
+            extent
+            for extent in self.extents
+            if not extent.lost or any(map(int.__lt__, extent.starts, keep))
+        ]
         self.spares = [extent for extent in self.spares if not extent.lost]
         for extent in self.extents:
             extent.cut(keep)
@@ -204,6 +209,11 @@ class Mirror:
         self.spares.append(extent)
 
     # -- losses
+
+    @property
+    def num_lost(self) -> int:
+        """How many extents and spares are known to be lost."""
+        return sum(extent.lost for extent in (*self.extents, *self.spares))
 
     def find_lost(self) -> Extent | None:
         """Return the lowest extent that is lost."""

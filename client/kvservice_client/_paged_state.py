@@ -5,7 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from kvservice.core.errors import Conflict, InvalidRequest, KVServiceError, SessionNotFound
+from kvservice.core.errors import (
+    Conflict,
+    InvalidRequest,
+    KVServiceError,
+    PagesLost,
+    SessionNotFound,
+)
 from kvservice.core.geometry import cdiv
 from kvservice_client._ask import Lengths
 from kvservice_client._client import Client
@@ -156,12 +162,23 @@ class PagedState:
         elif not isinstance(error, Exception):
             self._cut_to = start  # interrupted, so this is not the time for another call
 
-    def roll_back(self) -> None:
-        """Drop what an unfinished pass has appended."""
-        self.settle()
-        lengths = self.stored(0)
-        if any(self.stored(layer) != lengths for layer in range(len(self._windows))):
-            self._cut(self._pass_start, self._peak)
+    def roll_back(self) -> Lengths:
+        """Drop what an unfinished pass has appended, and what went with a worker.
+
+        Returns:
+            Per row: the length that is left.
+        """
+        try:
+            self.settle()
+            lengths = self.stored(0)
+            if any(self.stored(layer) != lengths for layer in range(len(self._windows))):
+                self._cut(self._pass_start, self._peak)
+        except PagesLost:
+            assert self.session is not None, "nothing can be lost"
+            peak = self._peak_with(self.stored(0))
+            left = self.session.roll_back()
+            self._cut(tuple(map(min, left, self._cut_to or left)), peak)
+        return self.stored(0)
 
     # -- cuts
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvservice.core.errors import (
     InvalidRequest,
     KVServiceError,
+    PagesLost,
     PositionOutOfRange,
     SessionNotFound,
 )
@@ -36,9 +37,9 @@ class Session:
     what returns is of the same kind, dtype and device. The session is released when this object
     goes, or the process ends normally, unless `detach` let go of it.
 
-    After a call that raises, the session is as before, but for these: `PagesLost` (pop to
-    `metadata["from_position"]`, and feed the rest again), and an Attend that has failed after
-    other layers of its step had stored: repeat it, or `roll_back()`.
+    After a call that raises, the session is as before, but for these: `PagesLost`, and an Attend
+    that has failed after other layers of its step had stored, which may be repeated. After either,
+    `roll_back()` says how many tokens of each row still hold; feed the rest again.
 
     Raises, everywhere:
         SessionNotFound: It was released, or its lease has expired.
@@ -331,20 +332,25 @@ class Session:
                 return
             self._changes.pop(lengths)
 
-    def roll_back(self) -> None:
-        """Cut every row to its shortest layer, after a step that died half-way.
+    def roll_back(self) -> tuple[int, ...]:
+        """Cut every row to what all its layers still hold, and return those lengths.
 
-        After it the step can be fed again from its first layer.
+        For a step that died half-way, and for `PagesLost`: what is gone is forgotten, and the
+        session goes on at the next epoch, on workers that live. Feed the rest of the tokens again.
+
+        Raises:
+            PositionOutOfRange: A window has evicted what the next query would see: reset.
         """
         with self._lock:
-            self._ready()
-            mirror = self._mirror
-            if mirror.uncertain:
-                self._changes.refresh()
-            shortest = mirror.shortest()
-            if any(map(int.__lt__, shortest, mirror.longest())):
-                self._changes.pop(shortest)
-            mirror.step = None
+            while True:
+                known = self._mirror.num_lost
+                try:
+                    self._ready(allow_lost=True)
+                    return self._changes.roll_back()
+                except PagesLost:
+                    if self._mirror.num_lost == known:
+                        raise
+                    # One more has died meanwhile; less is left.
 
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i continue old row rows[i], by sharing pages. Changes `num_rows`.

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from kvservice.core.errors import PagesLost
 from kvservice_client._client import Client, current_client
 from kvservice_client._hf_compat import DynamicCache, PreTrainedConfig
 from kvservice_client._hf_layer import RemoteLayer
@@ -241,11 +240,8 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         if self._shared.step_start == 0 and len(lengths) < len(remote):
             lengths.append(0)  # the first step has not reached all layers
         keep = min(lengths, default=0)
-        if session is not None:
-            try:
-                session.roll_back()  # it may know of more than we do, where an answer was lost
-            except PagesLost as lost:
-                keep = min(keep, int(lost.metadata["from_position"]))
+        if session is not None:  # it may know of less than we do, and of more
+            keep = min(keep, *session.roll_back())
         if max(lengths, default=0) > keep and self._local():
             raise RuntimeError("layers with a local state cannot be rolled back: reset() the cache")
         self._cut(keep)

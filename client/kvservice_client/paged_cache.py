@@ -97,7 +97,7 @@ class PagedCache:
     again. A pop or reset whose outcome is unknown counts as made, and is finished before the next
     call.
 
-    Raises, everywhere: what `Session` says. After PagesLost: pop to what is left, or reset.
+    Raises, everywhere: what `Session` says. After PagesLost: `roll_back`, or `reset`.
 
     Not thread-safe.
 
@@ -303,12 +303,19 @@ class PagedCache:
         self._state.cut(keep)
         return Popped(popped, refused=False)
 
-    def roll_back(self) -> None:
-        """Drop what an unfinished pass has appended, if the last one is unfinished.
+    def roll_back(self) -> Lengths:
+        """Drop what an unfinished pass has appended, and what was lost with a worker.
 
-        For a decoder whose pass has failed between two layers. Windows do not matter.
+        For a decoder whose pass has failed between two layers, where windows do not matter; and
+        after `PagesLost`. Feed the tokens again from where it says.
+
+        Returns:
+            Per row: the length in tokens that is left.
+
+        Raises:
+            PositionOutOfRange: After a loss: a window has evicted what would be seen. Reset.
         """
-        self._state.roll_back()
+        return self._state.roll_back()
 
     def reset(self) -> None:
         """Drop all tokens. The next pass may have another number of rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,10 @@ class Hindrance(Faults):
     losing = ""
     interrupting = False
 
-    def carry(self, address: str, method: str, request: Message, call: Any) -> Any:
+    def carry(self, address: str, method: str, request: Message, *rest: Any) -> Any:
         if method == "Attend" and self.losing == "request":
             raise Unavailable("the request was lost")
-        answer = super().carry(address, method, request, call)
+        answer = super().carry(address, method, request, *rest)
         if method == "Attend" and self.losing == "answer":
             raise Unavailable("the answer was lost")
         if method == "Attend" and self.interrupting:
@@ -240,29 +241,40 @@ def test_no_room_in_a_later_layer_of_the_first_pass(start: Start) -> None:
 
 def test_a_dead_worker(backend: Backend) -> None:
     """With the worker the tokens are gone: PagesLost says so until the cache is reset."""
-    faults, pair = faulty(backend, SUSPICIOUS)
-    faults.cut(worker_address(faults))
+    pair = Pair(backend.connect(config=SUSPICIOUS))
+    pair.feed(7)
+    backend.kill(0)
     with pytest.raises(PagesLost) as caught:
         pair.cache.attention(0, *pair.draw(1), 7, pair.scale)
     assert caught.value.metadata["from_position"] == "0"
     with pytest.raises(PagesLost):
         pair.cache.attention(0, *pair.draw(1), 7, pair.scale)
     assert pair.cache.seq_len() == 7
-    faults.heal(worker_address(faults))  # in truth it has only slept
+    backend.restart(0)
     pair.reset()
     pair.feed(5)
 
 
 def test_pop_to_what_a_dead_worker_has_left(backend: Backend) -> None:
     """Without windows, a pop to `from_position` does what a reset does."""
-    faults = Faults(backend.dial)
-    pair = Pair(backend.connect(dial=faults.dial, config=SUSPICIOUS))
+    pair = Pair(backend.connect(config=SUSPICIOUS))
     pair.feed(7)
-    faults.cut(worker_address(faults))
+    backend.kill(0)
     with pytest.raises(PagesLost) as caught:
         pair.cache.attention(0, *pair.draw(1), 7, pair.scale)
-    faults.heal(worker_address(faults))
+    backend.restart(0)
     assert pair.popn(7 - int(caught.value.metadata["from_position"])) == (7,)
+    pair.feed(5)
+
+
+def test_a_worker_that_cannot_be_reached(backend: Backend) -> None:
+    """One that lives, but that no way leads to, has lost nothing: the cache goes on with it."""
+    faults, pair = faulty(backend, replace(SUSPICIOUS, timeout_s=0.5))
+    faults.cut(worker_address(faults))
+    with pytest.raises(WorkerLost):
+        pair.cache.attention(0, *pair.draw(1), 7, pair.scale)
+    faults.heal(worker_address(faults))
+    pair.check()
     pair.feed(5)
 
 
@@ -300,6 +312,26 @@ def test_roll_back_after_the_decoder_has_failed(backend: Backend) -> None:
     pair.check()
     pair.feed(1)
     PagedCache(1, max_seq_len=4, client=backend.connect()).roll_back()
+
+
+def test_roll_back_after_a_loss(start: Start) -> None:
+    """What went with a worker is dropped in one call, and fed again to another one."""
+    backend = start(num_workers=2)
+    pair = Pair(backend.connect(config=SUSPICIOUS), 2)
+    pair.feed(9)
+    session = pair.cache._state.session
+    assert session is not None
+    index = backend.index_of(session._mirror.tail.worker_id)
+    backend.kill(index)
+    with pytest.raises(PagesLost):
+        pair.cache.attention(0, *pair.draw(1), 9, pair.scale)
+    assert pair.cache.roll_back() == (0,)
+    assert pair.cache.seq_len() == 0
+    pair.plain.popn([9])
+    pair.feed(9)
+    pair.feed(1)
+    pair.check()
+    backend.restart(index)
 
 
 def test_roll_back_leaves_the_right_to_pop(backend: Backend) -> None:

@@ -283,6 +283,63 @@ def test_one_of_two_dead_workers(start: Start, dead: int) -> None:
     backend.restart(index)
 
 
+@pytest.mark.parametrize("dead", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)], ids=str)
+def test_roll_back_after_a_loss(start: Start, dead: tuple[int, ...]) -> None:
+    """One call says how much is left of each row, and the rest is fed again, elsewhere."""
+    backend = start(num_workers=6 if len(dead) == 3 else 3)
+    client = backend.connect(config=QUICK)
+    driver = Driver.open(client, num_rows=3, page_size=4, spread=3)
+    driver.ragged_step([12, 5, 11])
+    extents = driver.session._mirror.extents
+    epoch, left = driver.session.epoch, extents[dead[0]].starts
+    indices = [backend.index_of(extents[one].worker_id) for one in dead]
+    for index in indices:
+        backend.kill(index)
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    assert driver.session.roll_back() == driver.session.lengths(0) == left
+    assert driver.session.epoch > epoch or not any(left)
+    assert driver.session.roll_back() == left, "again is no error"
+    driver.dense.pop(keep=left)
+    driver.ragged_step([12 - left[0], 5 - left[1], 11 - left[2]])
+    driver.step()
+    driver.check_stored()
+    for index in indices:
+        backend.restart(index)
+
+
+def test_another_loss_while_rolling_back(start: Start) -> None:
+    """A worker that dies while the cut is made takes along what it holds, and no more is said to
+    be left than is."""
+    backend = start(num_workers=3)
+    died: list[int] = []
+
+    class Deadly(Faults):
+        """Lets a worker die as it is about to be cut."""
+
+        def carry(self, address: str, method: str, request: Any, *rest: Any) -> Any:
+            if method == "Pop" and not request.check_only and address == second.address:
+                died.append(backend.index_of(second.worker_id))
+                backend.kill(died[-1])
+            return super().carry(address, method, request, *rest)
+
+    client = backend.connect(dial=Deadly(backend.dial).dial, config=QUICK)
+    driver = Driver.open(client, page_size=4, spread=3)
+    driver.step(12)
+    second, third = driver.session._mirror.extents[1:]
+    gone = backend.index_of(third.worker_id)
+    backend.kill(gone)
+    with pytest.raises(PagesLost) as failure:
+        driver.session.attend(0, *driver.tokens(1))
+    assert failure.value.metadata["from_position"] == "8"
+    assert driver.session.roll_back() == (4, 4)
+    driver.dense.pop(keep=4)
+    driver.step(9)
+    driver.check_stored()
+    for index in (gone, died[0]):
+        backend.restart(index)
+
+
 def test_growing_after_a_loss(start: Start) -> None:
     """A session that was cut to what is left finds room again, whatever the manager knew of it."""
     memory = 24 * 512
