@@ -20,7 +20,7 @@ from kvservice.core.errors import (
 )
 from kvservice.v1 import worker_pb2
 from kvservice.wire import fragments
-from kvservice.wire.lane import LanePipe
+from kvservice.wire.lane import UNIX_PREFIX, LanePipe
 from kvservice.wire.names import WORKER
 from kvservice_client._framing import join
 from kvservice_client._transport import AttendStream, Transport, checked
@@ -208,11 +208,11 @@ class _LaneStream:
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:
-    if address.startswith("unix:"):
+    if address.startswith(UNIX_PREFIX):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout_s)
         try:
-            connection.connect(address.removeprefix("unix:"))
+            connection.connect("\0" + address.removeprefix(UNIX_PREFIX))
         except OSError:
             connection.close()
             raise

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, Protocol
 
 from google.protobuf.message import DecodeError
@@ -31,7 +29,7 @@ from kvservice.server.faults import explained
 from kvservice.v1 import worker_pb2
 from kvservice.wire import status
 from kvservice.wire.fragments import Joiner, frames
-from kvservice.wire.lane import TOKEN_BYTES, LanePipe
+from kvservice.wire.lane import TOKEN_BYTES, UNIX_PREFIX, LanePipe
 
 LOG = logging.getLogger(__name__)
 
@@ -81,7 +79,6 @@ class LaneServer:
         self._open: set[_Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
-        self._folder: Path | None = None
         self._stopping = False
         self._service: AttendService | None = None
         self.addresses: tuple[str, ...] = ()
@@ -96,15 +93,15 @@ class LaneServer:
         """
         self._service = service
         tcp = self._listen_tcp()
-        self._folder = Path(tempfile.mkdtemp(prefix="kvservice-lane-"))  # mode 0700
-        path = self._folder / "lane"
+        # In Linux's abstract namespace: no file is left behind by a worker that is killed.
+        name = f"kvservice-lane-{uuid.uuid4().hex}"
         unix = socket.socket(socket.AF_UNIX)
-        unix.bind(str(path))
+        unix.bind(f"\0{name}")
         unix.listen(_BACKLOG)
         self._listeners = [tcp, unix]
         port = tcp.getsockname()[1]
         host = f"[{self._advertised}]" if ":" in self._advertised else self._advertised
-        self.addresses = (f"unix:{path}", f"{host}:{port}")
+        self.addresses = (f"{UNIX_PREFIX}{name}", f"{host}:{port}")
         for listener in self._listeners:
             self._spawn(partial(self._accept, listener), "kvservice-lane-accept")
 
@@ -122,8 +119,6 @@ class LaneServer:
             connection.pipe.close()
         for thread in threads:
             thread.join()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def admit(self, caller: Caller) -> tuple[tuple[str, ...], bytes]:
         """Return where to connect, and a token that lets the caller in, once.

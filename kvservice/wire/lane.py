@@ -15,6 +15,8 @@ from typing import Final
 from kvservice.core.errors import TooLarge, Unavailable
 
 TOKEN_BYTES: Final = 32
+UNIX_PREFIX: Final = "unix-abstract:"
+"""Of an address: what follows is a name in Linux's abstract namespace, as gRPC spells it."""
 # What a frame holds beside a fragment's bytes.
 HEADROOM: Final = 64 << 10
 _LENGTH: Final = struct.Struct("<I")
