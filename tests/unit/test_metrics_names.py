@@ -11,6 +11,7 @@ from kvservice.clock import ManualClock
 from kvservice.config import ConfigError
 from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.distribution import POWERS, SECONDS, Distribution, Histogram
+from kvservice.core.membership import Membership
 from kvservice.core.recovery import Recovery
 from kvservice.core.session import PoolStats, WorkerStats
 from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
