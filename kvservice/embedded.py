@@ -65,6 +65,7 @@ class EmbeddedService:
             incarnation=uuid.uuid4().hex,
             # A busy process may keep our thread waiting, which says nothing about its workers.
             suspect_after_s=math.inf,
+            dead_after_s=math.inf,
         )
         self._sources = [HeartbeatSource(worker) for worker in self.workers]
         self._stop = threading.Event()

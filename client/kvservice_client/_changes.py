@@ -74,6 +74,8 @@ class Changes:
         if lost is not None and any(map(int.__gt__, keep, lost.starts)):
             raise mirror.pages_lost()
         stored = self.refresh() if mirror.uncertain else {}
+        # No row is kept beyond its end: so a worker can tell when it holds all that is left.
+        keep = tuple(map(min, keep, mirror.longest()))
 
         def request(extent: Extent, check_only: bool) -> types_pb2.PopRequest:
             return types_pb2.PopRequest(
@@ -211,14 +213,11 @@ class Changes:
     def _open_again(self) -> None:
         """Open the session anew, empty, where there is room.
 
-        It keeps its id, unless somebody cannot be reached who may hold something by that id.
+        It keeps its id, unless somebody may come back who holds something by that id.
         """
         mirror, links = self._mirror, self._links
-        try:
-            release = types_pb2.ReleaseRequest(session_ids=[mirror.id])
-            links.ask_front("Release", release, timeout_s=links.connections.config.detection_s)
-        except (Unavailable, DeadlineExceeded):
-            mirror.id = str(uuid.uuid4())
+        if mirror.haunted or not self._is_released():
+            mirror.id, mirror.haunted = str(uuid.uuid4()), False
         spec = convert.spec_to_pb(mirror.spec)
         spec.row_count = mirror.num_rows
         request = types_pb2.AllocateRequest(session_id=mirror.id, spec=spec)
@@ -229,3 +228,13 @@ class Changes:
             (), links.told_extents(session), mirror.longest(), mirror.spec.spread
         )
         links.follow_extents()
+
+    def _is_released(self) -> bool:
+        """Release what is left by the session's id; return whether that is certain."""
+        release = types_pb2.ReleaseRequest(session_ids=[self._mirror.id])
+        timeout_s = self._links.connections.config.detection_s
+        try:
+            self._links.ask_front("Release", release, timeout_s=timeout_s)
+        except (Unavailable, DeadlineExceeded):
+            return False
+        return True

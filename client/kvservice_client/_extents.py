@@ -21,7 +21,8 @@ class Extent:
 
     Fields:
         stream: The session's own way to the worker for Attend, once opened.
-        lost: The worker is known to be dead, or to live another life.
+        lost: The worker counts as dead, or lives another life.
+        replaced: It lives another life: what it held is gone for certain.
         knows_padding: Whether the worker has been told of all padding so far.
     """
 
@@ -32,6 +33,7 @@ class Extent:
     worker_id: str = ""
     stream: AttendStream | None = field(default=None, repr=False)
     lost: bool = False
+    replaced: bool = False
     knows_padding: bool = True
 
     def close_stream(self) -> None:

@@ -146,7 +146,7 @@ class Links:
                 lambda is_over: self._judge(extent, is_over),
             )
         except (ServerDead, StaleWorker) as error:
-            extent.lost = True
+            extent.lost, extent.replaced = True, isinstance(error, StaleWorker)
             extent.close_stream()
             raise self._lost(extent) from error
         except Draining:

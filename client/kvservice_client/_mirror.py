@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvservice.core.errors import PagesLost
 from kvservice.core.session import EvictBefore, RowRange, SessionInfo, SessionSpec
@@ -77,6 +78,9 @@ class Mirror:
         # On workers that hold nothing of the session just now, but follow its changes.
         self.spares: list[Extent] = []
         self.uncertain = False  # the workers may have stored more than `lengths` says
+        self.num_writes = 0
+        # A worker that was given up may still live, and hold something by the session's id.
+        self.haunted = False
         self.windows = tuple(layer.window for layer in info.spec.layers)
 
     @property
@@ -112,6 +116,13 @@ class Mirror:
             # The session's first step: which layers it has is not yet seen from what is stored.
             return (0,) * self.num_rows
         return shortest
+
+    def follower_of(self, extent: Extent) -> str:
+        """Return the incarnation on which the session goes on behind an extent; "" for the tail."""
+        for one, following in pairwise(self.extents):
+            if one is extent:
+                return following.incarnation
+        return ""
 
     def stops_of(self, extent: Extent) -> Lengths:
         """Return per row where an extent ends, or a spare's worker says that it does."""
@@ -158,11 +169,12 @@ class Mirror:
         }
         self.padding = self.padding.cut(keep)
         # One that is found to be lost while the cut is made may hold something that stays.
-        self.extents = [
-            extent
-            for extent in self.extents
-            if not extent.lost or any(map(int.__lt__, extent.starts, keep))
+        gone = [
+            one for one in self.extents if one.lost and not any(map(int.__lt__, one.starts, keep))
         ]
+        gone += [one for one in self.spares if one.lost]
+        self.haunted |= any(not one.replaced for one in gone)
+        self.extents = [extent for extent in self.extents if extent not in gone]
         self.spares = [extent for extent in self.spares if not extent.lost]
         for extent in self.extents:
             extent.cut(keep)
@@ -176,6 +188,7 @@ class Mirror:
     def reset(self) -> None:
         """Drop all tokens. The first workers take tokens again, as many as the session spreads."""
         everywhere = self.everywhere
+        self.haunted |= any(one.lost and not one.replaced for one in self.spares)
         self.lengths = {}
         self.padding = Padding.none(self.num_rows)
         self.uncertain = False

@@ -157,6 +157,7 @@ def header_for(mirror: Mirror, step: Step, part: Part) -> worker_pb2.StepHeader:
             worker_pb2.EvictBefore(window=group.window, positions=group.positions)
             for group in evict
         ],
+        followed_by=mirror.follower_of(extent),
     )
 
 

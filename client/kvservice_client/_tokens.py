@@ -174,6 +174,7 @@ class TokenAccess:
     ) -> worker_pb2.WriteCall:
         mirror, tokens = self._mirror, placed.tokens
         rows, positions = placed.rows[chosen], placed.positions[chosen]
+        mirror.num_writes += 1
         call = worker_pb2.WriteCall(
             session_id=mirror.id,
             incarnation=extent.incarnation,
@@ -181,6 +182,7 @@ class TokenAccess:
             layer=layer,
             rows=rows.tolist(),
             positions=positions.tolist(),
+            number=mirror.num_writes,
         )
         set_tensor(call.k, tokens.k[chosen], tokens.dtype)
         set_tensor(call.v, tokens.v[chosen], tokens.dtype)

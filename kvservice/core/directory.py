@@ -2,6 +2,11 @@
 
 The directory may lag behind the workers by one heartbeat, and nothing relies on it being exact:
 whoever acts on it asks the workers.
+
+A worker is dead by certain knowledge (another life of it has come, or its supervisor says so), or
+by presumption: nobody has heard it for `dead_after_s`, or its heartbeats have ended and its address
+refuses connections. One that was only presumed dead is welcome with all that it holds as soon as
+it is heard again; until then nothing is placed on it.
 """
 
 from __future__ import annotations
@@ -17,12 +22,15 @@ from kvservice.core.lease import LeaseTable
 
 SessionKey = tuple[str, str]  # tenant, session id
 
-SUSPECT_AFTER_S: Final = 3.0
+# Heartbeats come once a second: dead is who has missed three.
+SUSPECT_AFTER_S: Final = 2.0
+DEAD_AFTER_S: Final = 3.5
+REFUSING_FOR_S: Final = 0.2
 REMEMBERED_INCARNATIONS: Final = 16
 
 
 class WorkerState(Enum):
-    """ALIVE: takes sessions. SUSPECT: silent. DEAD: known to be gone. DRAINING: is leaving."""
+    """ALIVE: takes sessions. SUSPECT: late. DEAD: gone, as far as can be told. DRAINING: leaves."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -65,17 +73,12 @@ class _Worker:
     record: WorkerRecord
     heard_at: float
     cut_off: bool = False
+    refusing_since: float | None = None
+    presumed_dead: bool = False
     dead: bool = False
     drain_by: float | None = None  # it is to leave, then at the latest
     restarts: int = 0
     sessions: dict[SessionKey, float] = field(default_factory=dict)  # key -> ttl_s
-
-
-@dataclass(slots=True)
-class _Loss:
-    # The survivors' epoch when somebody first looked. A later one means that the client has cut
-    # the session to what is left.
-    epoch: int | None = None
 
 
 class Directory:
@@ -83,18 +86,20 @@ class Directory:
 
     Invariants (asserted by `check`):
       1. A session lists a worker if, and only if, the worker lists the session.
-      2. Every worker that a session lists is registered, and not dead.
-      3. Every loss has a time at which it is forgotten.
+      2. Every worker that a session lists is registered, and not known to be dead.
+      3. A session that is lost altogether is listed by nobody, and will be forgotten.
     """
 
-    def __init__(self, suspect_after_s: float = SUSPECT_AFTER_S) -> None:
+    def __init__(
+        self, suspect_after_s: float = SUSPECT_AFTER_S, dead_after_s: float = DEAD_AFTER_S
+    ) -> None:
         self._suspect_after_s = suspect_after_s
+        self._dead_after_s = dead_after_s
         self._workers: dict[str, _Worker] = {}
         self._holders: dict[SessionKey, dict[str, None]] = {}
         self._replaced: dict[str, deque[str]] = {}
         self._left: set[str] = set()  # workers that were drained, and have not come back
-        self._losses: dict[SessionKey, _Loss] = {}
-        self._forget_at: LeaseTable[SessionKey] = LeaseTable()
+        self._lost: LeaseTable[SessionKey] = LeaseTable()  # until when it is remembered
 
     # What workers say
 
@@ -131,14 +136,11 @@ class Directory:
         changed: Iterable[tuple[SessionKey, float]],
         ended: Iterable[SessionKey],
         now: float,
-        *,
-        expired: Iterable[SessionKey] = (),
     ) -> None:
         """Note what has changed on a worker.
 
         Args:
-            ended: Sessions that were released there.
-            expired: Sessions whose lease was over there.
+            ended: Sessions that were released there, or whose lease was over.
 
         Raises:
             StaleWorker: Another incarnation is registered, or none. Nothing has changed.
@@ -146,34 +148,55 @@ class Directory:
         worker = self._workers.get(record.worker_id)
         if worker is None or worker.record.incarnation != record.incarnation or worker.dead:
             raise _stale(record)
-        worker.record, worker.heard_at, worker.cut_off = record, now, False
+        worker.record, worker.heard_at = record, now
+        worker.cut_off, worker.refusing_since, worker.presumed_dead = False, None, False
         for key in ended:
             self.end(key, record.worker_id)
-        for key in expired:
-            self.expire(key, record.worker_id, now)
         # After those that have ended: one that is in both has ended and begun again.
         for key, ttl_s in changed:
             self.note(key, record.worker_id, ttl_s)
-        for key in self._forget_at.expired(now):
-            self._forget_loss(key)
+        for key in self._lost.expired(now):
+            self._lost.revoke(key)
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         """Note that a worker's connection has broken: it is suspect until it is heard again."""
-        worker = self._workers.get(worker_id)
-        if worker is not None and worker.record.incarnation == incarnation:
+        worker = self._find(worker_id, incarnation)
+        if worker is not None:
             worker.cut_off = True
+
+    def refused(self, worker_id: str, incarnation: str, now: float) -> None:
+        """Note that nobody accepts connections at a worker's address.
+
+        If that goes on for `REFUSING_FOR_S`, it is presumed dead until it is heard again.
+        """
+        worker = self._find(worker_id, incarnation)
+        if worker is None:
+            return
+        if worker.refusing_since is None:
+            worker.refusing_since = now
+        worker.presumed_dead |= now - worker.refusing_since >= REFUSING_FOR_S
+
+    def answered(self, worker_id: str, incarnation: str) -> None:
+        """Note that a worker accepts connections, though its heartbeats do not arrive."""
+        worker = self._find(worker_id, incarnation)
+        if worker is not None:
+            worker.refusing_since = None
 
     def bury(self, worker_id: str, incarnation: str, now: float) -> None:
         """Note that a worker is known to be gone, and what it held with it.
 
         The incarnation is refused from now on, should it come back after all.
         """
-        worker = self._workers.get(worker_id)
-        if worker is not None and worker.record.incarnation == incarnation and not worker.dead:
+        worker = self._find(worker_id, incarnation)
+        if worker is not None and not worker.dead:
             worker.dead = True
             replaced = self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED_INCARNATIONS))
             replaced.append(incarnation)
-            self._lose_all(worker, now)
+            for key, ttl_s in list(worker.sessions.items()):
+                self._forget(key, worker_id)
+                if key not in self._holders:
+                    self.settle(key)
+                    self._lost.grant(key, now + ttl_s)
 
     # Leaving
 
@@ -217,58 +240,56 @@ class Directory:
         if worker is not None and not worker.dead:
             worker.sessions[key] = ttl_s
             self._holders.setdefault(key, {})[worker_id] = None
+            self.settle(key)
 
     def end(self, key: SessionKey, worker_id: str) -> None:
-        """Note that a worker does not hold a session any more.
-
-        With its last part the session has ended, whatever of it was lost before.
-        """
+        """Note that a worker does not hold a session any more."""
         if worker_id in self._holders.get(key, ()):
             self._forget(key, worker_id)
-            if key not in self._holders:
-                self.settle(key)
-
-    def expire(self, key: SessionKey, worker_id: str, now: float) -> None:
-        """Note that a session's lease was over on a worker. What other workers still hold of it is
-        not all of it: that part is lost, as if the worker had died."""
-        ttl_s = self._workers[worker_id].sessions.get(key)
-        self.end(key, worker_id)
-        if ttl_s is not None and key in self._holders:
-            self._lose(key, ttl_s, now)
 
     def holders(self, key: SessionKey) -> list[str]:
-        """Return the workers that hold a session, in the order in which they came to it."""
+        """Return the workers that hold a session, in the order in which they came to it.
+
+        Those that are presumed dead are among them.
+        """
         return list(self._holders.get(key, ()))
 
-    def is_incomplete(self, key: SessionKey, epoch: int | None, now: float) -> bool:
-        """Whether a worker of the session is gone, and its client has not dealt with that yet.
-
-        Args:
-            epoch: Where the workers that are left are. None: there are none.
-        """
-        loss = self._losses.get(key)
-        if loss is not None and self._forget_at.deadline(key) <= now:
-            self._forget_loss(key)
-            return False
-        if loss is None or epoch is None:
-            return loss is not None
-        if loss.epoch is None:
-            loss.epoch = epoch
-        if epoch > loss.epoch:
-            self._forget_loss(key)
-            return False
-        return True
+    def is_lost(self, key: SessionKey, now: float) -> bool:
+        """Whether all of a session has gone with its workers, within its last ttl."""
+        return key in self._lost and self._lost.deadline(key) > now
 
     def settle(self, key: SessionKey) -> None:
-        """Note that the session has been opened anew, released, or cut to what is left."""
-        if key in self._losses:
-            self._forget_loss(key)
+        """Note that a session is no loss (any more): it was found, opened anew, or released."""
+        if key in self._lost:
+            self._lost.revoke(key)
 
     # Workers
 
     def find_worker(self, worker_id: str) -> WorkerRecord | None:
+        """Return who is registered by this id; None if nobody, or one known to be dead."""
         worker = self._workers.get(worker_id)
         return None if worker is None or worker.dead else worker.record
+
+    def state(self, worker_id: str, now: float) -> WorkerState:
+        """Return a worker's state; DEAD for one that has never registered."""
+        worker = self._workers.get(worker_id)
+        return WorkerState.DEAD if worker is None else self._state(worker, now)
+
+    def state_of_life(self, incarnation: str, now: float) -> WorkerState | None:
+        """Return the state of an incarnation of some worker; None if it was never heard of."""
+        for worker in self._workers.values():
+            if worker.record.incarnation == incarnation:
+                return self._state(worker, now)
+        gone = any(incarnation in lives for lives in self._replaced.values())
+        return WorkerState.DEAD if gone else None
+
+    def find_cut_off(self, now: float) -> list[WorkerRecord]:
+        """Return the workers whose connection has broken, and who are not dead yet."""
+        return [
+            worker.record
+            for worker in self._workers.values()
+            if worker.cut_off and self._state(worker, now) is WorkerState.SUSPECT
+        ]
 
     def workers(self, now: float) -> list[WorkerView]:
         """Return all workers by id, dead ones until another incarnation registers."""
@@ -290,7 +311,12 @@ class Directory:
         assert listed == held, "sessions and workers disagree"
         assert all(self._holders.values()), "a session without holders is listed"
         assert not any(worker.dead and worker.sessions for worker in self._workers.values())
-        assert len(self._forget_at) == len(self._losses)
+        assert not any(key in self._lost for key in self._holders), "held, and lost"
+        self._lost.check()
+
+    def _find(self, worker_id: str, incarnation: str) -> _Worker | None:
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and worker.record.incarnation == incarnation else None
 
     def _forget(self, key: SessionKey, worker_id: str) -> None:
         self._workers[worker_id].sessions.pop(key, None)
@@ -299,24 +325,11 @@ class Directory:
         if not holders:
             self._holders.pop(key, None)
 
-    def _lose_all(self, worker: _Worker, now: float) -> None:
-        for key, ttl_s in list(worker.sessions.items()):
-            self._forget(key, worker.record.worker_id)
-            self._lose(key, ttl_s, now)
-
-    def _lose(self, key: SessionKey, ttl_s: float, now: float) -> None:
-        self.settle(key)
-        self._losses[key] = _Loss()
-        self._forget_at.grant(key, now + ttl_s)
-
-    def _forget_loss(self, key: SessionKey) -> None:
-        del self._losses[key]
-        self._forget_at.revoke(key)
-
     def _state(self, worker: _Worker, now: float) -> WorkerState:
-        if worker.dead:
+        silent_s = now - worker.heard_at
+        if worker.dead or worker.presumed_dead or silent_s > self._dead_after_s:
             return WorkerState.DEAD
-        if worker.cut_off or now - worker.heard_at > self._suspect_after_s:
+        if worker.cut_off or silent_s > self._suspect_after_s:
             return WorkerState.SUSPECT
         leaving = worker.record.draining or worker.drain_by is not None
         return WorkerState.DRAINING if leaving else WorkerState.ALIVE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvservice.core.errors import Conflict, PagesLost
 from kvservice.core.session import Extent, SessionInfo
@@ -95,11 +95,52 @@ def find_gap(ordered: Sequence[Extent]) -> int | None:
     return min(gaps, default=None)
 
 
-def first_missing(ordered: Sequence[Extent]) -> int:
-    """Return the first position that some row does not have: a gap's, or where the row ends."""
-    shortest = min(row_lengths(ordered), default=0)
-    gap = find_gap(ordered)
-    return shortest if gap is None else min(gap, shortest)
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A part of a session that nobody holds.
+
+    Fields:
+        position: The lowest that is missing.
+        incarnation: Of the worker that should hold it. Empty: it is not known whose it was.
+    """
+
+    position: int
+    incarnation: str
+
+
+def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
+    """Return what is missing of a session of which these are the parts; None if nothing is.
+
+    What lies between extents is missing, and what should follow the last of them: each worker
+    knows on which other one the session goes on.
+    """
+    newest = in_order(_newest(infos))
+    gap = find_gap([info.extents[0] for info in newest])
+    if gap is not None:
+        return Loss(gap, "")
+    holding = [info.extents[0] for info in newest if not is_empty(info.extents[0])]
+    if not holding or not holding[-1].followed_by:
+        return None
+    follower = holding[-1].followed_by
+    if any(info.extents[0].incarnation == follower for info in infos):
+        return None
+    return Loss(min(holding[-1].stops), follower)
+
+
+def current(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
+    """Return the parts without those that the session has left behind.
+
+    A worker that was cut off while the session lost what it held there, and went on at a later
+    epoch, still has it when it is back. Parts of the newest epoch that are a whole session by
+    themselves are all of it; otherwise older ones are on their way through a change.
+    """
+    newest = _newest(infos)
+    return newest if find_loss(newest) is None else list(infos)
+
+
+def _newest(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
+    epoch = max((info.epoch for info in infos), default=0)
+    return [info for info in infos if info.epoch == epoch]
 
 
 def pages_lost(from_position: int) -> PagesLost:

@@ -28,6 +28,9 @@ class LeaseTable(Generic[K]):
     def __len__(self) -> int:
         return len(self._deadlines)
 
+    def __contains__(self, holder: object) -> bool:
+        return holder in self._deadlines
+
     def grant(self, holder: K, deadline: float) -> None:
         """Begin a lease. The holder must not have one."""
         assert holder not in self._deadlines, "this holder has a lease"

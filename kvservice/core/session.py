@@ -99,7 +99,8 @@ class SessionSpec:
 class Extent:
     """The positions of a session's rows that one worker holds; per row, half-open.
 
-    `starts` is empty while nothing is stored and the start is not fixed.
+    `starts` is empty while nothing is stored and the start is not fixed. `followed_by` is the
+    incarnation on which the session goes on behind the extent; empty: it ends here.
     """
 
     worker_id: str
@@ -107,6 +108,7 @@ class Extent:
     incarnation: str
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
+    followed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +151,15 @@ class EvictBefore:
 
 @dataclass(frozen=True, slots=True)
 class StepHeader:
-    """What all layers of a step share. `counts[row]` new tokens of each row, possibly 0."""
+    """What all layers of a step share. `counts[row]` new tokens of each row, possibly 0.
+
+    `followed_by` as in `Extent`.
+    """
 
     counts: tuple[int, ...]
     padding: tuple[RowRange, ...] = ()
     evict_before: tuple[EvictBefore, ...] = ()
+    followed_by: str = ""
 
 
 class MaskKind(Enum):
@@ -220,7 +226,10 @@ class AttendResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteCall:
-    """Store k and v [tokens, kv_heads, dim] at (rows[i], positions[i]), in any order."""
+    """Store k and v [tokens, kv_heads, dim] at (rows[i], positions[i]), in any order.
+
+    `number` counts the writes of the session's holder, rising; 0: they are not counted.
+    """
 
     session_id: str
     epoch: int
@@ -230,6 +239,7 @@ class WriteCall:
     rows: tuple[int, ...]
     positions: tuple[int, ...]
     padding: tuple[RowRange, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,6 @@ could not ask back: after a restart, heartbeats fill the directory again.
 """
 
 from kvservice.manager.routes import WorkerHandle
-from kvservice.manager.service import PageManager
+from kvservice.manager.service import LOOK_S, PageManager
 
-__all__ = ["PageManager", "WorkerHandle"]
+__all__ = ["LOOK_S", "PageManager", "WorkerHandle"]

@@ -18,9 +18,9 @@ from kvservice.core.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from kvservice.core.extents import merge_sessions
+from kvservice.core.extents import is_empty, merge_sessions
 from kvservice.core.session import SessionInfo, SessionSpec
-from kvservice.manager.routes import Part, Routes, copy_of, ordered
+from kvservice.manager.routes import Part, Routes, copy_of
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice.wire.convert import session_from_pb
@@ -69,7 +69,7 @@ def grow(
         OutOfPages: No worker has room. Nothing has changed.
         SessionNotFound, StaleEpoch, Conflict, PositionOutOfRange, PagesLost.
     """
-    parts = ordered(routes.parts(key, caller, complete_at=request.expected_lengths))
+    parts = routes.parts(key, caller)
     merge_sessions([part.info for part in parts])
     try:
         grown = _promise(routes, parts[-1], request, caller)
@@ -78,10 +78,33 @@ def grow(
         if extended is None:
             raise
         grown = extended
+    _announce(routes, parts, grown, request, caller)
     now = [part for part in parts if part.worker_id != grown.worker_id] + [grown]
     # Explicitly in this order: an extent without a start is not told from a closed one.
     extents = tuple(part.info.extents[0] for part in now)
     return replace(merge_sessions([part.info for part in now]), extents=extents)
+
+
+def _announce(
+    routes: Routes,
+    parts: Sequence[Part],
+    grown: Part,
+    request: types_pb2.AppendRequest,
+    caller: Caller,
+) -> None:
+    """Tell the worker with the last tokens where the next ones will be, before there are any.
+
+    Otherwise nobody could tell afterwards that they are missing.
+    """
+    follower = grown.info.extents[0].incarnation
+    holding = [part for part in parts if not is_empty(part.info.extents[0])]
+    if not holding or holding[-1].worker_id == grown.worker_id:
+        return
+    if holding[-1].info.extents[0].followed_by != follower:
+        note = types_pb2.AppendRequest(
+            session_id=request.session_id, epoch=request.epoch, followed_by=follower
+        )
+        routes.ask(holding[-1].worker_id, "Append", note, caller)
 
 
 def _promise(routes: Routes, part: Part, request: types_pb2.AppendRequest, caller: Caller) -> Part:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvservice.clock import Clock
-from kvservice.core.caller import Caller
+from kvservice.core.caller import ANONYMOUS, Caller
 from kvservice.core.directory import (
     Directory,
     SessionKey,
@@ -29,12 +29,12 @@ from kvservice.core.errors import (
     WorkerLost,
 )
 from kvservice.core.extents import (
-    find_gap,
-    first_missing,
+    Loss,
+    current,
+    find_loss,
     in_order,
     merge_sessions,
     pages_lost,
-    row_lengths,
 )
 from kvservice.core.membership import Event, EventLog
 from kvservice.core.placement import Candidate, rank
@@ -46,6 +46,9 @@ LOG = logging.getLogger(__name__)
 
 MAX_PARALLEL: Final = 8
 RETRY_DELAY_S: Final = 0.2
+KNOCK_S: Final = 0.3
+SUSPECT_TIMEOUT_S: Final = 1.0
+NOBODYS_SESSION: Final = "00000000-0000-4000-8000-000000000000"
 
 
 class WorkerHandle(Protocol):
@@ -75,12 +78,6 @@ def merged(parts: Sequence[Part]) -> types_pb2.Session:
     return session_to_pb(merge_sessions([part.info for part in parts]))
 
 
-def ordered(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts in position order, the tail last."""
-    by_extent = {part.info.extents[0]: part for part in parts}
-    return [by_extent[info.extents[0]] for info in in_order([part.info for part in parts])]
-
-
 class Routes:
     """The directory, kept by heartbeats, and calls on the workers that it lists.
 
@@ -93,27 +90,37 @@ class Routes:
         *,
         clock: Clock,
         timeout_s: float,
-        suspect_after_s: float,
+        directory: Directory,
+        workers_expected: int,
+        settle_s: float,
+        executor: Executor | None,
     ) -> None:
         """
         Args:
             connect: Makes the handle of the worker at an address. Must not block.
             timeout_s: Deadline of each call on a worker.
-            suspect_after_s: How long a worker may be silent.
+            directory: Empty; this object's from now on.
+            workers_expected, settle_s: Until so many have registered, or this time is over, it is
+                not known what there is. 0: only what others say of a worker is waited for.
+            executor: Runs calls on several workers at once. None: threads of this object's own.
         """
         self._connect = connect
         self._clock = clock
         self._timeout_s = timeout_s
-        self._lock = threading.Condition()
-        self._directory = Directory(suspect_after_s)
+        self._lock = threading.RLock()
+        self._directory = directory
+        self._workers_expected = workers_expected
+        self._settled_at = clock.monotonic() + settle_s
         self._events = EventLog()
         self._handles: dict[str, tuple[str, WorkerHandle]] = {}  # worker id -> address, handle
-        self._busy: set[SessionKey] = set()
-        self._threads = ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="kvservice-manager")
+        self._busy: dict[SessionKey, threading.Event] = {}  # set when it is no longer
+        self._executor = executor or ThreadPoolExecutor(
+            MAX_PARALLEL, thread_name_prefix="kvservice-manager"
+        )
 
     def close(self) -> None:
         """End the threads and the connections. Calls in progress may fail."""
-        self._threads.shutdown(wait=True)
+        self._executor.shutdown(wait=True)
         with self._lock:
             handles, self._handles = self._handles, {}
         for _, handle in handles.values():
@@ -127,7 +134,6 @@ class Routes:
         changed: Iterable[tuple[SessionKey, float]],
         ended: Iterable[SessionKey],
         *,
-        expired: Iterable[SessionKey],
         first: bool,
     ) -> float | None:
         """Take a heartbeat; the first of a stream registers. Raises StaleWorker.
@@ -142,7 +148,7 @@ class Routes:
                 self._directory.register(record, changed, now)
                 self._note_event(record.worker_id, _registered(known, record))
             else:
-                self._directory.heartbeat(record, changed, ended, now, expired=expired)
+                self._directory.heartbeat(record, changed, ended, now)
             leave_by = self._directory.leave_by(record.worker_id)
         return None if leave_by is None else max(0.0, leave_by - now)
 
@@ -209,6 +215,19 @@ class Routes:
         with self._lock:
             return self._directory.workers(self._clock.monotonic())
 
+    def is_dead(self, worker_id: str) -> bool:
+        """Whether a worker is known, or presumed, to be dead."""
+        with self._lock:
+            now = self._clock.monotonic()
+            return self._directory.state(worker_id, now) is WorkerState.DEAD
+
+    def probe(self) -> None:
+        """Knock at the workers whose heartbeats have ended, to tell the dead from the cut off."""
+        with self._lock:
+            suspects = self._directory.find_cut_off(self._clock.monotonic())
+        for record in suspects:
+            self._knock(record)
+
     def reachable(self) -> list[str]:
         """Return the workers worth asking: a silent one may take a whole deadline to not answer."""
         states = (WorkerState.ALIVE, WorkerState.DRAINING)
@@ -229,16 +248,25 @@ class Routes:
     @contextmanager
     def one_at_a_time(self, key: SessionKey) -> Iterator[None]:
         """Let one caller at a time decide where a session goes: a repeat may come too early."""
-        with self._lock:
-            if not self._lock.wait_for(lambda: key not in self._busy, self._timeout_s):
+        deadline = self._clock.monotonic() + self._timeout_s
+        mine = threading.Event()
+        while (ahead := self._enter(key, mine)) is not None:
+            if not self._clock.wait(ahead, deadline - self._clock.monotonic()):
                 raise Unavailable("another call on this session is in progress")
-            self._busy.add(key)
         try:
             yield
         finally:
             with self._lock:
-                self._busy.remove(key)
-                self._lock.notify_all()
+                del self._busy[key]
+            mine.set()
+
+    def _enter(self, key: SessionKey, mine: threading.Event) -> threading.Event | None:
+        """Take the turn on a session; or return the event at whose setting to try again."""
+        with self._lock:
+            ahead = self._busy.get(key)
+            if ahead is None:
+                self._busy[key] = mine
+            return ahead
 
     # Asking
 
@@ -251,7 +279,8 @@ class Routes:
         """
         with self._lock:
             record = self._directory.find_worker(worker_id)
-            if record is None:
+            state = self._directory.state(worker_id, self._clock.monotonic())
+            if record is None or state is WorkerState.DEAD:
                 raise WorkerLost(f"worker {worker_id} is gone", worker_id=worker_id)
             stale, handle = self._handle(record)
         if stale is not None:
@@ -259,7 +288,8 @@ class Routes:
         if "incarnation" in request.DESCRIPTOR.fields_by_name:
             request = copy_of(request, incarnation=record.incarnation)
         try:
-            return handle.call(method, request, self._timeout_s, caller)
+            timeout_s = SUSPECT_TIMEOUT_S if state is WorkerState.SUSPECT else self._timeout_s
+            return handle.call(method, request, min(timeout_s, self._timeout_s), caller)
         except Draining:
             raise
         except (Unavailable, DeadlineExceeded, StaleWorker) as error:
@@ -268,6 +298,38 @@ class Routes:
                 retry_delay_s=RETRY_DELAY_S,
                 worker_id=worker_id,
             ) from error
+
+    def _knock(self, record: WorkerRecord) -> None:
+        """Ask a worker something cheap, and note whether anybody is there."""
+        # Of a session that nobody has, so that the answer is an error that says who answers.
+        request = types_pb2.ResetRequest(
+            session_id=NOBODYS_SESSION, incarnation=record.incarnation, epoch=1, check_only=True
+        )
+        with self._lock:
+            stale, handle = self._handle(record)
+        if stale is not None:
+            stale.close()
+        refused = replaced = False
+        try:
+            handle.call("Reset", request, KNOCK_S, ANONYMOUS)
+        except Draining:
+            pass
+        except Unavailable:
+            refused = True
+        except StaleWorker:
+            replaced = True
+        except DeadlineExceeded:
+            return  # silence says nothing yet
+        except KVServiceError:
+            pass
+        with self._lock:
+            now = self._clock.monotonic()
+            if refused:
+                self._directory.refused(record.worker_id, record.incarnation, now)
+            elif replaced:
+                self._directory.bury(record.worker_id, record.incarnation, now)
+            else:
+                self._directory.answered(record.worker_id, record.incarnation)
 
     def ask_all(
         self, worker_ids: Sequence[str], method: str, request: Any, caller: Caller
@@ -281,7 +343,7 @@ class Routes:
                 return error
 
         # One is asked by this thread: most sessions are on one worker.
-        run: Callable[..., Iterable[Any]] = self._threads.map if len(worker_ids) > 1 else map
+        run: Callable[..., Iterable[Any]] = self._executor.map if len(worker_ids) > 1 else map
         return list(zip(worker_ids, run(ask, worker_ids), strict=True))
 
     def parts(
@@ -290,43 +352,114 @@ class Routes:
         caller: Caller,
         *,
         keep_at_most: int | None = None,
-        complete_at: Sequence[int] = (),
+        from_epoch: int | None = None,
     ) -> list[Part]:
-        """Ask all workers that hold a session where it stands.
+        """Ask all workers that hold a session where it stands; return its parts in order.
 
-        One that the directory does not know (yet) is looked for at all workers.
+        One that the directory does not know (yet), or not all of, is looked for at all workers.
 
         Args:
             keep_at_most: Go on with what is left of a session that has lost tokens, if none of
                 those below this position are: for the change that cuts it to there.
-            complete_at: The rows' lengths, by the word of the session's only writer. Where so
-                much is found, nothing is missing: the writer has cut it to what was left.
+            from_epoch: Of a structural change: parts that it has not reached yet belong to the
+                session, even if those that it has reached are all that is left.
 
         Raises:
             SessionNotFound, WorkerLost.
+            Unavailable: Not all workers have reported yet, and no other knows the session.
             PagesLost: A worker that held a part of it is gone.
         """
-        known = self.holders(key)
+        asked: dict[str, SessionInfo | None] = {}
+        self._ask_where(key, self.holders(key), caller, asked)
+        if self._find_loss(asked) is not None or not any(asked.values()):
+            self._ask_where(key, self.reachable(), caller, asked)
+        found = {worker_id: info for worker_id, info in asked.items() if info is not None}
+        self.note(key, [Part(worker_id, info) for worker_id, info in found.items()])
+        if not found:
+            raise self._not_found(key)
+        loss = self._find_loss(asked)
+        if loss is not None and (keep_at_most is None or keep_at_most > loss.position):
+            raise self._lost(loss)
+        mine = current(list(found.values()))
+        if from_epoch is not None:
+            behind = [info for info in found.values() if info.epoch == from_epoch]
+            mine += [info for info in behind if info not in mine]
+        ids = {info.extents[0]: worker_id for worker_id, info in found.items()}
+        return [Part(ids[info.extents[0]], info) for info in in_order(mine)]
+
+    def _ask_where(
+        self,
+        key: SessionKey,
+        worker_ids: Iterable[str],
+        caller: Caller,
+        asked: dict[str, SessionInfo | None],
+    ) -> None:
+        """Ask workers that were not asked yet where a session stands; the dead are passed over.
+
+        Args:
+            asked: Gets the answers; None of who does not hold the session.
+        """
         request = types_pb2.GetSessionRequest(session_id=key[1])
-        found: list[Part] = []
-        for worker_id, answer in self.ask_all(
-            known or self.reachable(), "GetSession", request, caller
-        ):
+        waiting = [one for one in worker_ids if one not in asked and not self.is_dead(one)]
+        for worker_id, answer in self.ask_all(waiting, "GetSession", request, caller):
             if isinstance(answer, SessionNotFound):
                 self.end(key, worker_id)
-            elif isinstance(answer, KVServiceError):
+                asked[worker_id] = None
+            elif not isinstance(answer, KVServiceError):
+                asked[worker_id] = session_from_pb(answer.session)
+            elif not self.is_dead(worker_id):
                 raise answer
-            else:
-                found.append(Part(worker_id, session_from_pb(answer.session)))
-        if not found and known:
-            return self.parts(key, caller, keep_at_most=keep_at_most, complete_at=complete_at)
-        self.note(key, found)
-        self._check_complete(key, found, keep_at_most, complete_at)
-        if not found:
-            raise SessionNotFound(
-                "no such session: it was never opened, was released, or has expired"
+
+    def _find_loss(self, asked: Mapping[str, SessionInfo | None]) -> Loss | None:
+        return find_loss([info for info in asked.values() if info is not None])
+
+    def _not_found(self, key: SessionKey) -> KVServiceError:
+        """Return the error for a session that no worker has which can be asked."""
+        with self._lock:
+            now = self._clock.monotonic()
+            # Who was presumed dead while it held the session, or has died with it.
+            if self._directory.holders(key) or self._directory.is_lost(key, now):
+                return pages_lost(0)
+        if self._workers_expected and self._is_settling():
+            return self._too_early()
+        return SessionNotFound("no such session: it was never opened, was released, or has expired")
+
+    def _lost(self, loss: Loss) -> KVServiceError:
+        """Return the error for a part that nobody has: lost, or not known to be there yet."""
+        with self._lock:
+            now = self._clock.monotonic()
+            state = self._directory.state_of_life(loss.incarnation, now)
+        if state is WorkerState.SUSPECT:
+            return WorkerLost(
+                f"a worker of this session is silent: from position {loss.position} on it is not "
+                "known yet what is lost",
+                retry_delay_s=RETRY_DELAY_S,
             )
-        return found
+        if state is None and self._is_settling():
+            return self._too_early()
+        return pages_lost(loss.position)
+
+    def check_settled(self) -> None:
+        """Refuse to decide anything before the workers that are expected have reported.
+
+        Raises:
+            Unavailable: They have not, and there is time left for it.
+        """
+        if self._workers_expected and self._is_settling():
+            raise self._too_early()
+
+    def _is_settling(self) -> bool:
+        """Whether workers may still be on their way to a manager that has just started."""
+        if self._clock.monotonic() >= self._settled_at:
+            return False
+        return not 0 < self._workers_expected <= len(self.workers())
+
+    def _too_early(self) -> Unavailable:
+        expected = self._workers_expected or "an unknown number"
+        return Unavailable(
+            f"{len(self.workers())} of {expected} workers have registered so far",
+            retry_delay_s=RETRY_DELAY_S,
+        )
 
     def undo(self, session_id: str, parts: Sequence[Part], caller: Caller) -> None:
         """Free what was opened on the way to a failure. What cannot be reached will expire."""
@@ -335,30 +468,6 @@ class Routes:
                 request = types_pb2.ReleaseRequest(session_ids=[session_id])
                 self.ask(part.worker_id, "Release", request, caller)
             self.end((caller.tenant, session_id), part.worker_id)
-
-    def is_incomplete(self, key: SessionKey, parts: Sequence[Part]) -> bool:
-        """Whether a worker that held a part is gone, and the client has not dealt with it yet."""
-        epoch = max((part.info.epoch for part in parts), default=None)
-        with self._lock:
-            return self._directory.is_incomplete(key, epoch, self._clock.monotonic())
-
-    def _check_complete(
-        self,
-        key: SessionKey,
-        found: Sequence[Part],
-        keep_at_most: int | None,
-        complete_at: Sequence[int],
-    ) -> None:
-        if not self.is_incomplete(key, found):
-            return
-        extents = [part.info.extents[0] for part in ordered(found)]
-        stored = row_lengths(extents) or (0,) * len(complete_at)
-        if found and complete_at and stored == tuple(complete_at) and find_gap(extents) is None:
-            self.settle([key])
-            return
-        position = first_missing(extents)
-        if not found or keep_at_most is None or keep_at_most > position:
-            raise pages_lost(position)
 
     def _handle(self, record: WorkerRecord) -> tuple[WorkerHandle | None, WorkerHandle]:
         """Return a handle to close, and that of the worker. The lock is held."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Final
 
 from kvservice.clock import Clock
 from kvservice.core.caller import Caller, Role
-from kvservice.core.directory import SUSPECT_AFTER_S, WorkerView
+from kvservice.core.directory import DEAD_AFTER_S, SUSPECT_AFTER_S, Directory, WorkerView
 from kvservice.core.errors import (
     Conflict,
     InvalidRequest,
     KVServiceError,
     PermissionDenied,
     PositionOutOfRange,
-    Unavailable,
     Unimplemented,
 )
-from kvservice.core.extents import join_parts, merge_sessions, row_lengths
+from kvservice.core.extents import find_loss, join_parts, merge_sessions, row_lengths
 from kvservice.core.membership import Event, Membership
 from kvservice.core.recovery import TakeOver
 from kvservice.core.session import SessionInfo
@@ -34,7 +34,8 @@ from kvservice.wire.convert import (
     session_to_pb,
 )
 
-SETTLE_S: Final = 3.0
+LOOK_S: Final = 0.05
+SETTLE_S: Final = 5.0
 DRAIN_S: Final = 300.0
 MAX_DRAIN_S: Final = 86_400.0
 
@@ -54,26 +55,36 @@ class PageManager:
         workers_expected: int = 0,
         forward_timeout_s: float = 5.0,
         suspect_after_s: float = SUSPECT_AFTER_S,
+        dead_after_s: float = DEAD_AFTER_S,
+        executor: Executor | None = None,
     ) -> None:
         """
         Args:
             connect: Makes the handle of the worker at an address. Must not block.
             incarnation: One life of this manager.
             workers_expected: Until so many have registered, or `SETTLE_S` are over, nothing is
-                opened: a repeated Allocate might else end up on a second worker.
+                opened, and nothing is said to be lost or not there: a repeated Allocate might else
+                end up on a second worker. 0: unknown.
             forward_timeout_s: Deadline of each call on a worker.
             suspect_after_s: A worker silent for so long gets no new sessions.
+            dead_after_s: One silent for so long is dead, until it is heard again.
+            executor: Runs calls on several workers at once. None: threads of the manager's own.
         """
         self.incarnation = incarnation
         self.workers_expected = workers_expected
         self._clock = clock
-        self._settled_at = clock.monotonic() + SETTLE_S
         self._take_over = TakeOver(
             incarnation, workers_expected, started_at=clock.monotonic(), settle_s=SETTLE_S
         )
         self._take_over_lock = threading.Lock()
         self._routes = Routes(
-            connect, clock=clock, timeout_s=forward_timeout_s, suspect_after_s=suspect_after_s
+            connect,
+            clock=clock,
+            timeout_s=forward_timeout_s,
+            directory=Directory(suspect_after_s, dead_after_s),
+            workers_expected=workers_expected,
+            settle_s=SETTLE_S,
+            executor=executor,
         )
 
     def close(self) -> None:
@@ -93,7 +104,7 @@ class PageManager:
         spec = convert.spec_from_pb(request.spec)
         if spec.replicas > 1:
             raise Unimplemented("replicas above 1 are not implemented")
-        self._check_settled()
+        self._routes.check_settled()
         with self._routes.one_at_a_time(key):
             parts = growth.open_session(self._routes, key, spec, caller)
         return types_pb2.AllocateResponse(session=merged(parts))
@@ -138,10 +149,12 @@ class PageManager:
         at_least_one(request.epoch, "epoch")
         keep = not_negative(request.keep, "keep")
         expected = not_negative(request.expected_lengths, "expected_lengths")
-        parts = self._routes.parts(key, caller, keep_at_most=max(keep, default=0))
+        parts = self._routes.parts(
+            key, caller, keep_at_most=max(keep, default=0), from_epoch=request.epoch
+        )
         # A worker that has the change already does not look at what was expected.
         half_done = any(part.info.epoch != request.epoch for part in parts)
-        if not half_done and not self._routes.is_incomplete(key, parts):
+        if not half_done and find_loss([part.info for part in parts]) is None:
             _check_lengths(parts, expected)
         requests = {
             part.worker_id: copy_of(request, expected_lengths=_own_lengths(part)) for part in parts
@@ -179,7 +192,7 @@ class PageManager:
     ) -> dict[str, Any]:
         key = (caller.tenant, session_id_from_pb(request.session_id))
         at_least_one(request.epoch, "epoch")
-        parts = self._routes.parts(key, caller, keep_at_most=keep_at_most)
+        parts = self._routes.parts(key, caller, keep_at_most=keep_at_most, from_epoch=request.epoch)
         return {part.worker_id: request for part in parts}
 
     def _change(
@@ -187,7 +200,8 @@ class PageManager:
     ) -> types_pb2.Session:
         """Make a structural change on all workers: first all check it, then all get it.
 
-        What fails on the way is rolled forward by whoever repeats it.
+        In the order of positions: so of a change that is half done, those that are behind are the
+        last. What fails on the way is rolled forward by whoever repeats it.
         """
         if len(requests) > 1:
             for worker_id, request in requests.items():
@@ -206,6 +220,8 @@ class PageManager:
         ids = convert.session_ids_from_pb(request.session_ids)
         released = 0
         for worker_id, mine in self._by_worker(ids, caller).items():
+            if self._routes.is_dead(worker_id):
+                continue  # what it holds, should it come back, ends with the lease
             asked = types_pb2.ReleaseRequest(session_ids=mine)
             released += self._routes.ask(worker_id, "Release", asked, caller).released_count
             for session_id in mine:
@@ -331,8 +347,7 @@ class PageManager:
         leave_in_s = self._routes.heartbeat(
             record,
             [convert.report_from_pb(report) for report in request.sessions],
-            [_key(report) for report in request.ended_sessions if not report.expired],
-            expired=[_key(report) for report in request.ended_sessions if report.expired],
+            [_key(report) for report in request.ended_sessions],
             first=first,
         )
         if first:
@@ -351,18 +366,16 @@ class PageManager:
         """Note that a worker's stream has broken. Nothing is placed there until it is back."""
         self._routes.cut_off(last.worker.worker_id, last.worker.incarnation)
 
+    def look_after_workers(self) -> None:
+        """Knock at the workers whose heartbeats have ended: who refuses connections is dead.
+
+        To be called every `LOOK_S`.
+        """
+        self._routes.probe()
+
     def worker_died(self, worker_id: str, incarnation: str) -> None:
         """Note that a worker is known to be gone: what it held is lost."""
         self._routes.bury(worker_id, incarnation)
-
-    def _check_settled(self) -> None:
-        if self._clock.monotonic() < self._settled_at:
-            known = len(self.workers())
-            if known < self.workers_expected:
-                raise Unavailable(
-                    f"{known} of {self.workers_expected} workers have registered so far",
-                    retry_delay_s=0.2,
-                )
 
 
 def _own_lengths(part: Part) -> tuple[int, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from contextlib import ExitStack
 
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import ManagerSettings
-from kvservice.manager import PageManager
+from kvservice.manager import LOOK_S, PageManager
 from kvservice.metrics import ManagerMetrics
 from kvservice.runtime.process import ProcessServer
 from kvservice.server.worker_stub import GrpcWorkerHandle
@@ -44,6 +45,33 @@ class ManagerServer(ProcessServer):
         metrics.watch(self.manager.membership, self._clock)
         self._serve_metrics(running, metrics, settings)
         self._serve_health(running, server, settings)
+        watch = _Watch(self.manager, self._clock)
+        running.callback(watch.stop)
+        watch.start()
         server.start(self.manager, MANAGER, recorder=metrics)
         running.callback(lambda: server.stop(self._grace_s))
         LOG.info("manager serves at %s", self.address)
+
+
+class _Watch:
+    """Lets the manager look after its workers."""
+
+    def __init__(self, manager: PageManager, clock: Clock) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvservice-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._clock.wait(self._stop, LOOK_S):
+            try:
+                self._manager.look_after_workers()
+            except Exception:
+                LOG.exception("looking after workers failed")

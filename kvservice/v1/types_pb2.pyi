@@ -84,18 +84,20 @@ class SessionSpec(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., page_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica_count: _Optional[int] = ..., spread: _Optional[int] = ...) -> None: ...
 
 class Extent(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops")
+    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "followed_by")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
     starts: _containers.RepeatedScalarFieldContainer[int]
     stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    followed_by: str
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ...) -> None: ...
 
 class LayerLengths(_message.Message):
     __slots__ = ("lengths",)
@@ -236,18 +238,20 @@ class AllocateResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "token_count", "expected_lengths")
+    __slots__ = ("session_id", "incarnation", "epoch", "token_count", "expected_lengths", "followed_by")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     token_count: int
     expected_lengths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., token_count: _Optional[int] = ..., expected_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+    followed_by: str
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., token_count: _Optional[int] = ..., expected_lengths: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
     __slots__ = ("session",)

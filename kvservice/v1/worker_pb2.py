@@ -26,45 +26,45 @@ from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from kvservice.v1 import types_pb2 as kvservice_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/worker.proto\x12\x0ckvservice.v1\x1a\x17google/rpc/status.proto\x1a\x18kvservice/v1/types.proto\"\x80\x01\n\x04Mask\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvservice.v1.MaskKind\x12\x13\n\x06window\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x63hunk\x18\x03 \x01(\x03\x12#\n\x05\x64\x65nse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.TensorB\t\n\x07_window\"v\n\nStepHeader\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x03\x12\'\n\x07padding\x18\x02 \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12/\n\x0c\x65vict_before\x18\x03 \x03(\x0b\x32\x19.kvservice.v1.EvictBefore\"0\n\x0b\x45victBefore\x12\x0e\n\x06window\x18\x01 \x01(\x03\x12\x11\n\tpositions\x18\x02 \x03(\x03\"n\n\rAttendRequest\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.AttendCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\x94\x04\n\nAttendCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05layer\x18\x06 \x01(\x05\x12(\n\x06header\x18\x07 \x01(\x0b\x32\x18.kvservice.v1.StepHeader\x12\x1f\n\x01q\x18\x08 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01k\x18\t \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\n \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x11\n\tpositions\x18\x0b \x03(\x03\x12\x14\n\x0cquery_counts\x18\x0c \x03(\x03\x12\x17\n\x0fquery_positions\x18\r \x03(\x03\x12 \n\x04mask\x18\x0e \x01(\x0b\x32\x12.kvservice.v1.Mask\x12\x12\n\x05scale\x18\x0f \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07softcap\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12#\n\x05sinks\x18\x11 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\"\n\x04\x62ias\x18\x12 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x15\n\rcolumn_starts\x18\x13 \x03(\x03\x12\x0f\n\x07partial\x18\x14 \x01(\x08\x42\x08\n\x06_scaleB\n\n\x08_softcap\"s\n\x0e\x41ttendResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1a.kvservice.v1.AttendResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\x88\x01\n\x0c\x41ttendResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x03out\x18\x03 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"l\n\x0cWriteRequest\x12\'\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x17.kvservice.v1.WriteCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\xde\x01\n\tWriteCall\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\x1f\n\x01k\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0c\n\x04rows\x18\x07 \x03(\x05\x12\x11\n\tpositions\x18\x08 \x03(\x03\x12\'\n\x07padding\x18\t \x03(\x0b\x32\x16.kvservice.v1.RowRange\" \n\rWriteResponse\x12\x0f\n\x07lengths\x18\x01 \x03(\x03\"q\n\x0bReadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\r\n\x05start\x18\x05 \x01(\x03\x12\x0c\n\x04stop\x18\x06 \x01(\x03\"o\n\x0cReadResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.ReadResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"_\n\nReadResult\x12\x1f\n\x01k\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"\x11\n\x0fOpenLaneRequest\"4\n\x10OpenLaneResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\r\n\x05token\x18\x02 \x01(\x0c*y\n\x08MaskKind\x12\x19\n\x15MASK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eMASK_KIND_FULL\x10\x01\x12\x14\n\x10MASK_KIND_CAUSAL\x10\x02\x12\x13\n\x0fMASK_KIND_CHUNK\x10\x03\x12\x13\n\x0fMASK_KIND_DENSE\x10\x04\x32\x92\t\n\x11PageWorkerService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12\x43\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1c.kvservice.v1.AppendResponse\x12:\n\x03Pop\x12\x18.kvservice.v1.PopRequest\x1a\x19.kvservice.v1.PopResponse\x12@\n\x05Reset\x12\x1a.kvservice.v1.ResetRequest\x1a\x1b.kvservice.v1.ResetResponse\x12\x43\n\x06Select\x12\x1b.kvservice.v1.SelectRequest\x1a\x1c.kvservice.v1.SelectResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x06\x41ttach\x12\x1b.kvservice.v1.AttachRequest\x1a\x1c.kvservice.v1.AttachResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12O\n\nRenewLease\x12\x1f.kvservice.v1.RenewLeaseRequest\x1a .kvservice.v1.RenewLeaseResponse\x12O\n\nGetSession\x12\x1f.kvservice.v1.GetSessionRequest\x1a .kvservice.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvservice.v1.ListSessionsRequest\x1a\".kvservice.v1.ListSessionsResponse\x12L\n\tPageStats\x12\x1e.kvservice.v1.PageStatsRequest\x1a\x1f.kvservice.v1.PageStatsResponse\x12G\n\x06\x41ttend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse(\x01\x30\x01\x12\x42\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse(\x01\x12?\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponse0\x01\x12I\n\x08OpenLane\x12\x1d.kvservice.v1.OpenLaneRequest\x1a\x1e.kvservice.v1.OpenLaneResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/worker.proto\x12\x0ckvservice.v1\x1a\x17google/rpc/status.proto\x1a\x18kvservice/v1/types.proto\"\x80\x01\n\x04Mask\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvservice.v1.MaskKind\x12\x13\n\x06window\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x63hunk\x18\x03 \x01(\x03\x12#\n\x05\x64\x65nse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.TensorB\t\n\x07_window\"\x8b\x01\n\nStepHeader\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x03\x12\'\n\x07padding\x18\x02 \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12/\n\x0c\x65vict_before\x18\x03 \x03(\x0b\x32\x19.kvservice.v1.EvictBefore\x12\x13\n\x0b\x66ollowed_by\x18\x04 \x01(\t\"0\n\x0b\x45victBefore\x12\x0e\n\x06window\x18\x01 \x01(\x03\x12\x11\n\tpositions\x18\x02 \x03(\x03\"n\n\rAttendRequest\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.AttendCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\x94\x04\n\nAttendCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05layer\x18\x06 \x01(\x05\x12(\n\x06header\x18\x07 \x01(\x0b\x32\x18.kvservice.v1.StepHeader\x12\x1f\n\x01q\x18\x08 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01k\x18\t \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\n \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x11\n\tpositions\x18\x0b \x03(\x03\x12\x14\n\x0cquery_counts\x18\x0c \x03(\x03\x12\x17\n\x0fquery_positions\x18\r \x03(\x03\x12 \n\x04mask\x18\x0e \x01(\x0b\x32\x12.kvservice.v1.Mask\x12\x12\n\x05scale\x18\x0f \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07softcap\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12#\n\x05sinks\x18\x11 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\"\n\x04\x62ias\x18\x12 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x15\n\rcolumn_starts\x18\x13 \x03(\x03\x12\x0f\n\x07partial\x18\x14 \x01(\x08\x42\x08\n\x06_scaleB\n\n\x08_softcap\"s\n\x0e\x41ttendResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1a.kvservice.v1.AttendResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\x88\x01\n\x0c\x41ttendResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x03out\x18\x03 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"l\n\x0cWriteRequest\x12\'\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x17.kvservice.v1.WriteCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\xee\x01\n\tWriteCall\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\x1f\n\x01k\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0c\n\x04rows\x18\x07 \x03(\x05\x12\x11\n\tpositions\x18\x08 \x03(\x03\x12\'\n\x07padding\x18\t \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12\x0e\n\x06number\x18\x0b \x01(\x03\" \n\rWriteResponse\x12\x0f\n\x07lengths\x18\x01 \x03(\x03\"q\n\x0bReadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\r\n\x05start\x18\x05 \x01(\x03\x12\x0c\n\x04stop\x18\x06 \x01(\x03\"o\n\x0cReadResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.ReadResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"_\n\nReadResult\x12\x1f\n\x01k\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"\x11\n\x0fOpenLaneRequest\"4\n\x10OpenLaneResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\r\n\x05token\x18\x02 \x01(\x0c*y\n\x08MaskKind\x12\x19\n\x15MASK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eMASK_KIND_FULL\x10\x01\x12\x14\n\x10MASK_KIND_CAUSAL\x10\x02\x12\x13\n\x0fMASK_KIND_CHUNK\x10\x03\x12\x13\n\x0fMASK_KIND_DENSE\x10\x04\x32\x92\t\n\x11PageWorkerService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12\x43\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1c.kvservice.v1.AppendResponse\x12:\n\x03Pop\x12\x18.kvservice.v1.PopRequest\x1a\x19.kvservice.v1.PopResponse\x12@\n\x05Reset\x12\x1a.kvservice.v1.ResetRequest\x1a\x1b.kvservice.v1.ResetResponse\x12\x43\n\x06Select\x12\x1b.kvservice.v1.SelectRequest\x1a\x1c.kvservice.v1.SelectResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x06\x41ttach\x12\x1b.kvservice.v1.AttachRequest\x1a\x1c.kvservice.v1.AttachResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12O\n\nRenewLease\x12\x1f.kvservice.v1.RenewLeaseRequest\x1a .kvservice.v1.RenewLeaseResponse\x12O\n\nGetSession\x12\x1f.kvservice.v1.GetSessionRequest\x1a .kvservice.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvservice.v1.ListSessionsRequest\x1a\".kvservice.v1.ListSessionsResponse\x12L\n\tPageStats\x12\x1e.kvservice.v1.PageStatsRequest\x1a\x1f.kvservice.v1.PageStatsResponse\x12G\n\x06\x41ttend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse(\x01\x30\x01\x12\x42\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse(\x01\x12?\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponse0\x01\x12I\n\x08OpenLane\x12\x1d.kvservice.v1.OpenLaneRequest\x1a\x1e.kvservice.v1.OpenLaneResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MASKKIND']._serialized_start=2065
-  _globals['_MASKKIND']._serialized_end=2186
+  _globals['_MASKKIND']._serialized_start=2103
+  _globals['_MASKKIND']._serialized_end=2224
   _globals['_MASK']._serialized_start=95
   _globals['_MASK']._serialized_end=223
-  _globals['_STEPHEADER']._serialized_start=225
-  _globals['_STEPHEADER']._serialized_end=343
-  _globals['_EVICTBEFORE']._serialized_start=345
-  _globals['_EVICTBEFORE']._serialized_end=393
-  _globals['_ATTENDREQUEST']._serialized_start=395
-  _globals['_ATTENDREQUEST']._serialized_end=505
-  _globals['_ATTENDCALL']._serialized_start=508
-  _globals['_ATTENDCALL']._serialized_end=1040
-  _globals['_ATTENDRESPONSE']._serialized_start=1042
-  _globals['_ATTENDRESPONSE']._serialized_end=1157
-  _globals['_ATTENDRESULT']._serialized_start=1160
-  _globals['_ATTENDRESULT']._serialized_end=1296
-  _globals['_WRITEREQUEST']._serialized_start=1298
-  _globals['_WRITEREQUEST']._serialized_end=1406
-  _globals['_WRITECALL']._serialized_start=1409
-  _globals['_WRITECALL']._serialized_end=1631
-  _globals['_WRITERESPONSE']._serialized_start=1633
-  _globals['_WRITERESPONSE']._serialized_end=1665
-  _globals['_READREQUEST']._serialized_start=1667
-  _globals['_READREQUEST']._serialized_end=1780
-  _globals['_READRESPONSE']._serialized_start=1782
-  _globals['_READRESPONSE']._serialized_end=1893
-  _globals['_READRESULT']._serialized_start=1895
-  _globals['_READRESULT']._serialized_end=1990
-  _globals['_OPENLANEREQUEST']._serialized_start=1992
-  _globals['_OPENLANEREQUEST']._serialized_end=2009
-  _globals['_OPENLANERESPONSE']._serialized_start=2011
-  _globals['_OPENLANERESPONSE']._serialized_end=2063
-  _globals['_PAGEWORKERSERVICE']._serialized_start=2189
-  _globals['_PAGEWORKERSERVICE']._serialized_end=3359
+  _globals['_STEPHEADER']._serialized_start=226
+  _globals['_STEPHEADER']._serialized_end=365
+  _globals['_EVICTBEFORE']._serialized_start=367
+  _globals['_EVICTBEFORE']._serialized_end=415
+  _globals['_ATTENDREQUEST']._serialized_start=417
+  _globals['_ATTENDREQUEST']._serialized_end=527
+  _globals['_ATTENDCALL']._serialized_start=530
+  _globals['_ATTENDCALL']._serialized_end=1062
+  _globals['_ATTENDRESPONSE']._serialized_start=1064
+  _globals['_ATTENDRESPONSE']._serialized_end=1179
+  _globals['_ATTENDRESULT']._serialized_start=1182
+  _globals['_ATTENDRESULT']._serialized_end=1318
+  _globals['_WRITEREQUEST']._serialized_start=1320
+  _globals['_WRITEREQUEST']._serialized_end=1428
+  _globals['_WRITECALL']._serialized_start=1431
+  _globals['_WRITECALL']._serialized_end=1669
+  _globals['_WRITERESPONSE']._serialized_start=1671
+  _globals['_WRITERESPONSE']._serialized_end=1703
+  _globals['_READREQUEST']._serialized_start=1705
+  _globals['_READREQUEST']._serialized_end=1818
+  _globals['_READRESPONSE']._serialized_start=1820
+  _globals['_READRESPONSE']._serialized_end=1931
+  _globals['_READRESULT']._serialized_start=1933
+  _globals['_READRESULT']._serialized_end=2028
+  _globals['_OPENLANEREQUEST']._serialized_start=2030
+  _globals['_OPENLANEREQUEST']._serialized_end=2047
+  _globals['_OPENLANERESPONSE']._serialized_start=2049
+  _globals['_OPENLANERESPONSE']._serialized_end=2101
+  _globals['_PAGEWORKERSERVICE']._serialized_start=2227
+  _globals['_PAGEWORKERSERVICE']._serialized_end=3397
 # @@protoc_insertion_point(module_scope)

@@ -35,14 +35,16 @@ class Mask(_message.Message):
     def __init__(self, kind: _Optional[_Union[MaskKind, str]] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., dense: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class StepHeader(_message.Message):
-    __slots__ = ("counts", "padding", "evict_before")
+    __slots__ = ("counts", "padding", "evict_before", "followed_by")
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     EVICT_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
     padding: _containers.RepeatedCompositeFieldContainer[_types_pb2.RowRange]
     evict_before: _containers.RepeatedCompositeFieldContainer[EvictBefore]
-    def __init__(self, counts: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., evict_before: _Optional[_Iterable[_Union[EvictBefore, _Mapping]]] = ...) -> None: ...
+    followed_by: str
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., evict_before: _Optional[_Iterable[_Union[EvictBefore, _Mapping]]] = ..., followed_by: _Optional[str] = ...) -> None: ...
 
 class EvictBefore(_message.Message):
     __slots__ = ("window", "positions")
@@ -133,7 +135,7 @@ class WriteRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[WriteCall, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
 
 class WriteCall(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "layer", "k", "v", "rows", "positions", "padding")
+    __slots__ = ("session_id", "incarnation", "epoch", "layer", "k", "v", "rows", "positions", "padding", "number")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +145,7 @@ class WriteCall(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
@@ -152,7 +155,8 @@ class WriteCall(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[int]
     positions: _containers.RepeatedScalarFieldContainer[int]
     padding: _containers.RepeatedCompositeFieldContainer[_types_pb2.RowRange]
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("lengths",)

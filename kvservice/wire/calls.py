@@ -14,7 +14,12 @@ from kvservice.core import session as core
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.geometry import MAX_LAYERS, DType, HostTensor
 from kvservice.v1 import types_pb2, worker_pb2
-from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb
+from kvservice.wire.convert import (
+    at_least_one,
+    incarnation_from_pb,
+    not_negative,
+    session_id_from_pb,
+)
 from kvservice.wire.tensors import tensor_from_pb, tensor_to_pb
 
 _KIND_FROM_PB: Final = {
@@ -180,6 +185,7 @@ def _header_from_pb(pb: worker_pb2.StepHeader) -> core.StepHeader:
             )
             for group in pb.evict_before
         ),
+        followed_by=incarnation_from_pb(pb.followed_by),
     )
 
 
@@ -191,6 +197,7 @@ def _header_to_pb(header: core.StepHeader) -> worker_pb2.StepHeader:
             worker_pb2.EvictBefore(window=group.window, positions=group.positions)
             for group in header.evict_before
         ],
+        followed_by=header.followed_by,
     )
 
 
@@ -231,6 +238,7 @@ def write_call_from_pb(pb: worker_pb2.WriteCall) -> core.WriteCall:
         rows=rows,
         positions=positions,
         padding=padding_from_pb(pb.padding),
+        number=not_negative([pb.number], "number")[0],
     )
 
 
@@ -245,6 +253,7 @@ def write_call_to_pb(call: core.WriteCall, *, incarnation: str = "") -> worker_p
         rows=call.rows,
         positions=call.positions,
         padding=padding_to_pb(call.padding),
+        number=call.number,
     )
 
 

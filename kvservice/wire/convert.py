@@ -30,6 +30,7 @@ from kvservice.wire.tensors import dtype_from_pb, dtype_to_pb
 
 DEFAULT_LIST_SIZE: Final = 100
 MAX_LIST_SIZE: Final = 1000
+MAX_INCARNATION: Final = 128
 
 session_id_from_pb = lru_cache(maxsize=4096)(core.check_session_id)
 """`check_session_id`, remembering the valid ones: it is asked on every call."""
@@ -149,6 +150,7 @@ def extent_to_pb(extent: core.Extent) -> types_pb2.Extent:
         incarnation=extent.incarnation,
         starts=extent.starts,
         stops=extent.stops,
+        followed_by=extent.followed_by,
     )
 
 
@@ -156,7 +158,16 @@ def extent_from_pb(pb: types_pb2.Extent) -> core.Extent:
     starts, stops = not_negative(pb.starts, "starts"), not_negative(pb.stops, "stops")
     if starts and len(starts) != len(stops):
         raise InvalidRequest(f"an extent has {len(starts)} starts, but {len(stops)} stops")
-    return core.Extent(pb.worker_id, pb.address, pb.incarnation, starts, stops)
+    return core.Extent(
+        pb.worker_id, pb.address, pb.incarnation, starts, stops, incarnation_from_pb(pb.followed_by)
+    )
+
+
+def incarnation_from_pb(incarnation: str) -> str:
+    """Return the name of one life of a worker, or nothing."""
+    if len(incarnation) > MAX_INCARNATION:
+        raise InvalidRequest(f"an incarnation has at most {MAX_INCARNATION} characters")
+    return incarnation
 
 
 def session_to_pb(info: core.SessionInfo) -> types_pb2.Session:

@@ -16,6 +16,8 @@ from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
 from kvservice.core import errors
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
+from kvservice.server.heartbeat import HeartbeatSource
+from kvservice.server.worker_stub import HeartbeatLoop
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import MANAGER
@@ -409,21 +411,43 @@ def test_changes_reach_all_workers_of_a_session(two: Cluster) -> None:
     assert all(not worker.worker.stats().used_bytes for worker in two.workers.values())
 
 
+def pop_on_first(session: types_pb2.Session, keep: int) -> None:
+    """Let a Pop reach the first of a session's workers only."""
+    request = types_pb2.PopRequest(
+        session_id=session.session_id, epoch=1, keep=[keep], expected_lengths=[FIRST]
+    )
+    with worker_peer(session.extents[0].address) as peer:
+        peer.call("Pop", request)
+
+
 def test_half_done_change_is_rolled_forward(two: Cluster) -> None:
     """A Pop that reached only one worker is completed by repeating it; nothing else goes on."""
     session = grown(two)
     session_id = session.session_id
-    with worker_peer(session.extents[0].address) as peer:
-        request = types_pb2.PopRequest(
-            session_id=session_id, epoch=1, keep=[50], expected_lengths=[FIRST]
-        )
-        peer.call("Pop", request)
+    pop_on_first(session, FIRST + 3)
     with pytest.raises(errors.Conflict):
         two.get(session_id)
     with pytest.raises(errors.StaleEpoch):
         two.call("Reset", types_pb2.ResetRequest(session_id=session_id, epoch=1))
-    pop = types_pb2.PopRequest(session_id=session_id, epoch=1, keep=[50], expected_lengths=[TOTAL])
+    pop = types_pb2.PopRequest(
+        session_id=session_id, epoch=1, keep=[FIRST + 3], expected_lengths=[TOTAL]
+    )
     session = two.call("Pop", pop)
+    assert (session.epoch, shape(session)) == (2, [([0], [FIRST]), ([FIRST], [FIRST + 3])])
+
+
+def test_half_done_change_that_leaves_a_whole_is_that_whole(two: Cluster) -> None:
+    """What the Pop was to take from the second worker is not looked at any more; repeating it
+    frees that too."""
+    session = grown(two)
+    pop_on_first(session, 50)
+    left = two.get(session.session_id)
+    assert (left.epoch, shape(left)) == (2, [([0], [50])])
+    pop = types_pb2.PopRequest(
+        session_id=session.session_id, epoch=1, keep=[50], expected_lengths=[TOTAL]
+    )
+    for _ in range(2):
+        session = two.call("Pop", pop)
     assert (session.epoch, shape(session)) == (2, [([], []), ([0], [50])])
 
 
@@ -474,18 +498,99 @@ def holder(cluster: Cluster, session_id: str) -> str:
     return str(cluster.get(session_id).extents[-1].worker_id)
 
 
-def test_worker_that_falls_silent_is_suspect_and_comes_back(two: Cluster) -> None:
-    """No heartbeat, no new sessions; the connection is missed at once, not after three seconds."""
-    address = two.manager.address
-    kept = two.open()
+def test_worker_that_is_cut_off_gets_nothing_and_is_welcomed_back(one: Cluster) -> None:
+    """Its heartbeats end, it answers: suspect at once, dead when three are missed, and until it is
+    heard again its sessions are not to be had from the manager. Then it is as before."""
+    settings = WorkerSettings("w1", BUDGET, metrics_port=0, limits=LIMITS)
+    with WorkerServer(settings, clock=one.clock) as cut:
+        with reporting(cut, one):
+            one.wait_for("w1", manager_pb2.WORKER_STATE_ALIVE)
+            kept = next(session_id for session_id in opened(one) if holder(one, session_id) == "w1")
+        until(lambda: one.states()["w1"] == manager_pb2.WORKER_STATE_SUSPECT)
+        assert {one.get(one.open()).extents[0].worker_id for _ in range(2)} == {"w0"}
+        until(lambda: one.beat() or one.states()["w1"] == manager_pb2.WORKER_STATE_DEAD)
+        with pytest.raises(errors.PagesLost):
+            one.get(kept)
+        with worker_peer(cut.address) as peer:
+            peer.call("GetSession", types_pb2.GetSessionRequest(session_id=kept))
+        with reporting(cut, one):
+            one.wait_for("w1", manager_pb2.WORKER_STATE_ALIVE)
+            assert one.get(kept).epoch == 1
+
+
+@contextmanager
+def reporting(worker: WorkerServer, cluster: Cluster) -> Iterator[None]:
+    """Let a worker that was started without a manager report to the cluster's."""
+    source = HeartbeatSource(worker.worker)
+    loop = HeartbeatLoop(source, cluster.manager.address, clock=cluster.clock)
+    loop.start()
+    try:
+        yield
+    finally:
+        loop.stop()
+
+
+def opened(cluster: Cluster) -> Iterator[str]:
+    """Yield sessions, each opened when it is asked for."""
+    for _ in range(9):
+        yield cluster.open()
+
+
+def test_worker_that_refuses_connections_is_dead_within_a_second(two: Cluster) -> None:
+    """Nobody waits for three heartbeats where it can be told at once; others see nothing."""
+    session = grown(two)
+    first, tail = (extent.worker_id for extent in session.extents)
+    other = next(one for one in opened(two) if holder(two, one) == first)
+    two.workers[tail].stop(0.0)
+    began = two.clock.monotonic()
+    until(lambda: two.clock.advance(0.02) or two.states()[tail] == manager_pb2.WORKER_STATE_DEAD)
+    assert two.clock.monotonic() - began < 1.0
+    with pytest.raises(errors.PagesLost) as caught:
+        two.get(session.session_id)
+    assert caught.value.metadata["from_position"] == str(FIRST)
+    assert two.get(other).epoch == 1
+    assert two.get(two.open()).extents[0].worker_id == first
+
+
+def test_a_joining_worker_is_used(one: Cluster) -> None:
+    """A session that has filled the only worker goes on where another one has come."""
+    session = one.get(one.open())
+    one.append(session, 0, 16 * NUM_PAGES, 1)
+    one.append(session, 16 * NUM_PAGES, 16 * NUM_PAGES, 2)
+    append = types_pb2.AppendRequest(
+        session_id=session.session_id, epoch=1, token_count=16, expected_lengths=[FIRST]
+    )
+    with pytest.raises(errors.OutOfPages):
+        one.call("Append", append)
+    with pytest.raises(errors.Unavailable):
+        one.open(spread=2)
+    one.start_worker("late")
+    assert [extent.worker_id for extent in one.call("Append", append).extents] == ["w0", "late"]
+    spread = one.get(one.open(spread=2))
+    assert {extent.worker_id for extent in spread.extents} == {"w0", "late"}
+
+
+def test_a_lost_tail_is_missed_by_a_new_manager(two: Cluster) -> None:
+    """Manager and tail die together: what the first worker knows of the second is enough."""
+    session = grown(two)
+    first, tail = (extent.worker_id for extent in session.extents)
+    port = int(two.manager.address.rpartition(":")[2])
     two.manager.stop(0.0)
-    two.manager = two.start_manager(int(address.rpartition(":")[2]))
-    two.wait_for("w0", manager_pb2.WORKER_STATE_ALIVE)
-    two.wait_for("w1", manager_pb2.WORKER_STATE_ALIVE)
-    assert two.get(kept).epoch == 1
-    two.workers["w1"].stop(0.0)
-    until(lambda: two.states()["w1"] == manager_pb2.WORKER_STATE_SUSPECT)
-    assert {two.get(two.open()).extents[0].worker_id for _ in range(2)} == {"w0"}
+    two.workers[tail].stop(0.0)
+    two.manager = two.start_manager(port, workers_expected=2)
+    two.wait_for(first, manager_pb2.WORKER_STATE_ALIVE)
+    if two.clock.monotonic() < two.manager.manager._routes._settled_at - 0.5:
+        with pytest.raises(errors.Unavailable):  # it may be on its way
+            two.get(session.session_id)
+    two.start_worker(tail)
+    for _ in range(2):
+        with pytest.raises(errors.PagesLost) as caught:
+            two.get(session.session_id)
+        assert caught.value.metadata["from_position"] == str(FIRST)
+    pop = types_pb2.PopRequest(
+        session_id=session.session_id, epoch=1, keep=[FIRST], expected_lengths=[TOTAL]
+    )
+    assert shape(two.call("Pop", pop)) == [([0], [FIRST])]
 
 
 def test_directory_is_rebuilt_from_heartbeats(two: Cluster) -> None:
@@ -529,10 +634,10 @@ def test_nothing_is_placed_before_the_expected_workers_are_there() -> None:
         cluster.manager = cluster.start_manager(port, workers_expected=2)
         until(lambda: cluster.states() == {})
         cluster.start_worker("w0")
-        if cluster.clock.monotonic() < 1003.0:
+        if cluster.clock.monotonic() < 1005.0:
             with pytest.raises(errors.Unavailable, match="1 of 2 workers"):
                 cluster.open()
-        cluster.clock.advance(3.0)
+        cluster.clock.advance(5.0)
         cluster.wait_for("w0", manager_pb2.WORKER_STATE_ALIVE)
         cluster.open()
 

@@ -56,18 +56,53 @@ def test_later_messages_carry_changes(directory: Directory) -> None:
     directory.check()
 
 
-def test_silent_worker_is_suspect_until_it_is_heard(directory: Directory) -> None:
-    """Three seconds of silence, or a broken stream, and nothing is placed there."""
-    assert state(directory, "w0", 3.0) is WorkerState.ALIVE
-    assert state(directory, "w0", 3.1) is WorkerState.SUSPECT
-    directory.heartbeat(record("w0"), [], [], 3.2)
-    assert state(directory, "w0", 3.3) is WorkerState.ALIVE
+def test_silence_makes_suspect_then_dead_until_it_ends(directory: Directory) -> None:
+    """After two seconds nothing is placed there; who has missed three heartbeats is dead."""
+    assert state(directory, "w0", 2.0) is WorkerState.ALIVE
+    assert state(directory, "w0", 2.1) is WorkerState.SUSPECT
+    assert state(directory, "w0", 3.5) is WorkerState.SUSPECT
+    assert state(directory, "w0", 3.6) is WorkerState.DEAD
+    assert directory.holders(A) == ["w0", "w1"], "it may come back with what it held"
+    directory.heartbeat(record("w0"), [], [], 9.0)
+    assert state(directory, "w0", 9.1) is WorkerState.ALIVE
+
+
+def test_broken_connection_makes_suspect_at_once(directory: Directory) -> None:
+    """Until the next word of it; a late word about an earlier life changes nothing."""
     directory.cut_off("w0", "another")
-    assert state(directory, "w0", 3.3) is WorkerState.ALIVE
+    assert state(directory, "w0", 0.3) is WorkerState.ALIVE
     directory.cut_off("w0", "i0")
-    assert state(directory, "w0", 3.3) is WorkerState.SUSPECT
-    directory.register(record("w0", draining=True), held(A), 3.4)
-    assert state(directory, "w0", 3.5) is WorkerState.DRAINING
+    assert state(directory, "w0", 0.3) is WorkerState.SUSPECT
+    assert [one.worker_id for one in directory.find_cut_off(0.3)] == ["w0"]
+    directory.register(record("w0", draining=True), held(A), 0.4)
+    assert state(directory, "w0", 0.5) is WorkerState.DRAINING
+    assert not directory.find_cut_off(0.5)
+
+
+def test_refused_connections_make_dead_within_a_second(directory: Directory) -> None:
+    """Not a single one: a process may be late to accept. An answer in between starts anew."""
+    directory.cut_off("w0", "i0")
+    directory.refused("w0", "i0", 0.1)
+    directory.answered("w0", "i0")
+    directory.refused("w0", "i0", 0.4)
+    directory.refused("w0", "i0", 0.5)
+    assert state(directory, "w0", 0.5) is WorkerState.SUSPECT
+    directory.refused("w0", "i0", 0.7)
+    assert state(directory, "w0", 0.7) is WorkerState.DEAD
+    assert directory.find_worker("w0") is not None
+    directory.register(record("w0"), held(A), 0.8)
+    assert state(directory, "w0", 0.8) is WorkerState.ALIVE
+    directory.check()
+
+
+def test_lives_are_known_by_their_incarnation(directory: Directory) -> None:
+    """Those that are gone too; of others nothing can be said."""
+    assert directory.state_of_life("i0", 0.0) is WorkerState.ALIVE
+    directory.register(record("w0", "i1"), [], 1.0)
+    directory.register(record("w1", "i2"), [], 1.0)
+    assert directory.state_of_life("i0", 1.0) is WorkerState.DEAD
+    assert directory.state_of_life("i2", 1.0) is WorkerState.ALIVE
+    assert directory.state_of_life("never heard of", 1.0) is None
 
 
 def test_new_incarnation_replaces_the_old_for_good(directory: Directory) -> None:
@@ -90,25 +125,23 @@ def test_heartbeat_before_registration_is_refused() -> None:
         Directory().heartbeat(record(), [], [], 0.0)
 
 
-def test_loss_is_told_until_the_client_has_dealt_with_it(directory: Directory) -> None:
-    """A session without one of its workers is incomplete, until a later epoch of the rest."""
-    directory.bury("w1", "i0", 5.0)
-    assert state(directory, "w1", 5.0) is WorkerState.DEAD
-    assert directory.find_worker("w1") is None
-    assert directory.is_incomplete(A, 4, 6.0)
-    assert directory.is_incomplete(A, 4, 7.0)
-    assert not directory.is_incomplete(A, 5, 8.0)
-    assert not directory.is_incomplete(A, 5, 9.0)
-    directory.check()
-
-
 def test_loss_of_all_is_told_for_one_ttl(directory: Directory) -> None:
     """As long as a lease would have lasted; after that the session is simply not there."""
     directory.bury("w0", "i0", 5.0)
+    assert not directory.is_lost(A, 5.0), "the other worker can say what it knows"
     directory.bury("w1", "i0", 6.0)
     assert directory.holders(A) == []
-    assert directory.is_incomplete(A, None, 6.0 + TTL_S - 1)
-    assert not directory.is_incomplete(A, None, 6.0 + TTL_S)
+    assert directory.is_lost(A, 6.0 + TTL_S - 1)
+    assert not directory.is_lost(A, 6.0 + TTL_S)
+    directory.check()
+
+
+def test_loss_ends_where_the_session_is_found_again(directory: Directory) -> None:
+    """It was opened anew, or somebody has it after all."""
+    directory.bury("w0", "i0", 5.0)
+    directory.bury("w1", "i0", 6.0)
+    directory.register(record("w1", "i1"), held(A), 7.0)
+    assert not directory.is_lost(A, 7.0)
     directory.check()
 
 
@@ -116,15 +149,8 @@ def test_part_that_ends_is_no_loss(directory: Directory) -> None:
     """Clients give back extents that hold nothing any more; the rest of the session goes on."""
     directory.heartbeat(record("w1"), [], [A], 1.0)
     assert directory.holders(A) == ["w0"]
-    assert not directory.is_incomplete(A, 1, 1.0)
-    directory.check()
-
-
-def test_loss_ends_with_the_session(directory: Directory) -> None:
-    """Released at the workers that are left, a session is gone, not lost."""
-    directory.bury("w1", "i0", 1.0)
-    directory.heartbeat(record("w0"), [], [A], 2.0)
-    assert not directory.is_incomplete(A, None, 2.0)
+    directory.heartbeat(record("w0"), [], [A], 1.0)
+    assert not directory.is_lost(A, 1.0)
     directory.check()
 
 
@@ -132,7 +158,6 @@ def test_session_that_ends_and_begins_again_is_held(directory: Directory) -> Non
     """Both in one message: what is held now is what counts."""
     directory.heartbeat(record("w0"), held(A), [A], 1.0)
     assert set(directory.holders(A)) == {"w0", "w1"}
-    assert not directory.is_incomplete(A, 1, 1.0)
 
 
 def test_tenants_do_not_share_ids(directory: Directory) -> None:
@@ -190,9 +215,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(key=KEYS, epoch=st.none() | st.integers(1, 3))
-    def look(self, key: SessionKey, epoch: int | None) -> None:
-        self.directory.is_incomplete(key, epoch, self.now)
+    @rule(worker_id=WORKERS)
+    def refuse(self, worker_id: str) -> None:
+        if worker_id in self.holds:
+            self.directory.cut_off(worker_id, f"i{self.lives[worker_id]}")
+            self.directory.refused(worker_id, f"i{self.lives[worker_id]}", self.now)
 
     @invariant()
     def holders_are_right(self) -> None:
@@ -204,24 +231,3 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=40, stateful_step_count=30)
-
-
-def test_a_part_that_has_expired_makes_the_rest_incomplete(directory: Directory) -> None:
-    """What is left is no whole session, until its client has cut it to that, or all has ended."""
-    directory.heartbeat(record("w1"), [], [], 1.0, expired=[A])
-    assert directory.holders(A) == ["w0"]
-    assert directory.is_incomplete(A, 3, 1.5)
-    directory.check()
-    assert not directory.is_incomplete(A, 4, 1.6), "the client has dealt with it"
-    directory.note(A, "w1", TTL_S)
-    directory.heartbeat(record("w1"), [], [], 2.0, expired=[A, B])
-    directory.heartbeat(record("w0"), [], [], 2.1, expired=[A])
-    assert not directory.is_incomplete(A, None, 2.2), "nothing is left to resume"
-    directory.check()
-
-
-def test_a_part_that_was_released_leaves_a_whole_session(directory: Directory) -> None:
-    """The tail has gone back: its worker gives up what it held."""
-    directory.heartbeat(record("w1"), [], [A], 1.0)
-    assert directory.holders(A) == ["w0"]
-    assert not directory.is_incomplete(A, 3, 1.5)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.core.errors import Conflict, PagesLost
-from kvservice.core.extents import first_missing, join_parts, merge_sessions
+from kvservice.core.extents import Loss, current, find_loss, join_parts, merge_sessions
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.session import Extent, SessionInfo, SessionSpec
 
@@ -37,15 +37,21 @@ def part(
     *,
     epoch: int = 1,
     reserve: int | None = None,
+    followed_by: str = "",
 ) -> SessionInfo:
-    """Return what a worker says that holds `lengths[layer][row]`, from `starts[row]`."""
+    """Return what a worker says that holds `lengths[layer][row]`, from `starts[row]`.
+
+    Its incarnation is called as the worker, in upper case.
+    """
     stops = tuple(max(column) for column in zip(*lengths, strict=True)) if lengths else starts
     return SessionInfo(
         session_id=SESSION_ID,
         epoch=epoch,
         step=epoch,
         spec=SessionSpec(max(1, len(starts)), reserve_tokens=reserve),
-        extents=(Extent(worker_id, f"{worker_id}:1", "i", starts, stops),),
+        extents=(
+            Extent(worker_id, f"{worker_id}:1", worker_id.upper(), starts, stops, followed_by),
+        ),
         lengths=tuple(lengths),
     )
 
@@ -119,11 +125,37 @@ def test_gap_is_lost_pages(infos: list[SessionInfo], position: int) -> None:
     assert caught.value.metadata["from_position"] == str(position)
 
 
-def test_first_missing_position_is_that_of_the_shortest_row() -> None:
-    """Where nothing is missing in between, a row ends where it ends."""
-    extents = merge_sessions([part("a", (0, 0), [(3, 10)])]).extents
-    assert first_missing(extents) == 3
-    assert first_missing([]) == 0
+def test_what_should_follow_the_last_tokens_is_missed() -> None:
+    """Each worker knows where the session goes on: nobody there is a loss, at that position."""
+    first = part("a", (0, 0), [(20, 12)], followed_by="B")
+    tail = part("b", (20, 12), [(25, 12)])
+    assert find_loss([first, tail]) is None
+    assert find_loss([first]) == Loss(12, "B")
+    assert find_loss([tail]) == Loss(0, "")
+    assert find_loss([]) is None
+
+
+def test_a_follower_may_hold_nothing_yet() -> None:
+    """It has been opened, or emptied, and the next tokens go there."""
+    first = part("a", (0,), [(20,)], followed_by="B")
+    for starts in ((20,), ()):
+        assert find_loss([part("b", starts, []), first]) is None
+    assert find_loss([part("c", (), []), first]) == Loss(20, "B")
+
+
+def test_what_the_session_has_left_behind() -> None:
+    """A worker that comes back with what was given up is told from one that lacks a change."""
+    whole = part("a", (0,), [(20,)], epoch=2)
+    before = part("b", (20,), [(25,)], epoch=1)
+    assert current([before, whole]) == [whole]
+    followed = part("a", (0,), [(20,)], epoch=2, followed_by="B")
+    assert current([before, followed]) == [before, followed], "the change is half done"
+    assert find_loss([before, followed]) is None
+    emptied = part("b", (), [], epoch=3)
+    assert current([part("a", (0,), [(20,)], followed_by="B"), emptied]) == [emptied]
+    later = part("b", (20,), [(25,)], epoch=2)
+    first = part("a", (0,), [(20,)], epoch=1)
+    assert current([first, later]) == [first, later], "no whole by itself"
 
 
 @given(

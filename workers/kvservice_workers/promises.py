@@ -92,9 +92,18 @@ class Promises:
             )
 
     def reserved_targets(self, session: WorkerSession) -> list[int] | None:
-        """Return the lengths that a session was opened with room for."""
-        if session.spec.reserve_tokens is None:
+        """Return the lengths that a session was opened with room for.
+
+        Of a session that spreads over several workers any may become the tail, and so must have
+        room up to there; those that have not, give it back (`lapse`).
+        """
+        reserved = session.spec.reserve_tokens
+        if reserved is None:
             return None
-        return [
-            session.start_of(row) + session.spec.reserve_tokens for row in range(session.num_rows)
-        ]
+        if session.spec.spread > 1:
+            return [reserved] * session.num_rows
+        return [session.start_of(row) + reserved for row in range(session.num_rows)]
+
+    def lapse(self, session: WorkerSession) -> None:
+        """Promise nothing more to a session whose next tokens go to another worker."""
+        self.promise(session, None)

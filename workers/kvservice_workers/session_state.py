@@ -121,6 +121,8 @@ class WorkerSession:
         self.groups: dict[int | None, LayerGroup] = {}  # by window
         self.padding = [RowPadding() for _ in range(spec.num_rows)]
         self.targets: list[int] | None = None  # lengths for which room is promised
+        self.followed_by = ""  # the incarnation on which the session goes on; empty: it ends here
+        self.last_write = 0  # number of the newest Write of this epoch
         self.ttl_s = spec.ttl_s
         for layer, stated in enumerate(spec.layers):
             if stated.geometry is not None:
@@ -261,6 +263,7 @@ class WorkerSession:
         self.epoch += 1
         self.last_change = change
         self.step = None
+        self.last_write = 0
 
     def check(self) -> None:
         for lengths in self.lengths.values():

@@ -51,6 +51,7 @@ def session_info(config: WorkerConfig, session: WorkerSession) -> SessionInfo:
                 incarnation=config.incarnation,
                 starts=() if session.starts is None else tuple(session.starts),
                 stops=() if session.starts is None else tuple(session.longest_of_all()),
+                followed_by=session.followed_by,
             ),
         ),
         lengths=tuple(

@@ -56,6 +56,9 @@ class Structure:
 
     def cut(self, session: WorkerSession, keep: Sequence[int], reason: str) -> None:
         """Cut every layer of row r to at most `keep[r]`, and free what becomes empty."""
+        was_followed = bool(session.followed_by)
+        if all(k <= stop for k, stop in zip(keep, session.longest_of_all(), strict=True)):
+            session.followed_by = ""  # nothing is left behind what this worker holds
         for group in session.groups.values():
             for row, table in enumerate(group.tables):
                 freed = table.cut(cdiv(keep[row], group.page_size))
@@ -69,7 +72,10 @@ class Structure:
         for row, padding in enumerate(session.padding):
             padding.cut(keep[row])
         self._settle_starts(session, keep)
-        self._promises.promise_again(session, session.targets)
+        targets = session.targets
+        if targets is None and was_followed and not session.followed_by:
+            targets = self._promises.reserved_targets(session)  # the tail is here again
+        self._promises.promise_again(session, targets)
 
     def select(self, session: WorkerSession, rows: Sequence[int]) -> None:
         """Let new row i share the pages of old row `rows[i]`.
@@ -95,14 +101,25 @@ class Structure:
             session.targets = [targets[row] for row in rows]
             self._promises.promise(session, session.targets)
 
-    def fork(self, parent: WorkerSession, child: WorkerSession, keep: Sequence[int]) -> None:
+    def fork(
+        self,
+        parent: WorkerSession,
+        child: WorkerSession,
+        keep: Sequence[int],
+        token_count: int | None,
+    ) -> None:
         """Let a new session share the first `keep[r]` tokens of each of its parent's rows.
+
+        Args:
+            token_count: How many were asked for, over all workers of the session; None: all.
 
         Raises:
             OutOfPages: The parent's reservation needs a page more per row once pages are shared.
                 The child holds nothing, the parent is unchanged.
         """
         child.begins_at_zero = parent.begins_at_zero
+        if token_count is None or any(token_count > stop for stop in parent.longest_of_all()):
+            child.followed_by = parent.followed_by
         child.starts = None if parent.starts is None else list(parent.starts)
         child.geometries = dict(parent.geometries)
         child.lengths = {

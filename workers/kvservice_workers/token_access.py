@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.errors import InvalidRequest, PositionOutOfRange
+from kvservice.core.errors import Conflict, InvalidRequest, PositionOutOfRange
 from kvservice.core.geometry import HOLE, HostTensor, LayerGeometry
 from kvservice.core.session import ReadResult, WriteCall
 from kvservice_workers.arena import NUMPY_DTYPES, Arena
@@ -34,6 +34,11 @@ class TokenAccess:
     def write(self, session: WorkerSession, call: WriteCall) -> tuple[int, ...]:
         """See `PageWorker.write`."""
         session.check_epoch(call.epoch)
+        if 0 < call.number < session.last_write:
+            raise Conflict(
+                f"write {call.number} arrives behind write {session.last_write} of this epoch",
+                number=session.last_write,
+            )
         group = session.groups[session.window_of(call.layer)]
         geometry = _write_geometry(call)
         session.check_geometry(call.layer, geometry)
@@ -55,6 +60,7 @@ class TokenAccess:
             session.geometries[call.layer] = geometry
             session.padding = padding
             session.starts = starts
+            session.last_write = max(session.last_write, call.number)
             before = sum(session.longest_of_all())
             self._zero_gaps(group, arena, old, rows, positions, lengths)
             self._put(group, arena, rows, positions, call.k, call.v)

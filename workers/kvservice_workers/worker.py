@@ -177,7 +177,7 @@ class PageWorker:
                 ttl_s=ttl_s or parent.ttl_s,
             )
             child = WorkerSession(key, spec, origin)
-            self._structure.fork(parent, child, keep)
+            self._structure.fork(parent, child, keep, token_count)
             self._sessions.add(child)
             return self._info(child)
 
@@ -290,6 +290,23 @@ class PageWorker:
             self._promises.promise(session, targets)
             return self._info(session)
 
+    def go_on_elsewhere(
+        self, tenant: str, session_id: str, epoch: int, followed_by: str
+    ) -> SessionInfo:
+        """Note on which incarnation of another worker a session goes on behind what is held here.
+
+        Should that be gone one day, it can be told that something is missing. A cut to what is
+        held here ends it, and each step's header says it again.
+
+        Raises:
+            SessionNotFound, StaleEpoch: Nothing has changed.
+        """
+        with self._changing(tenant, session_id) as session:
+            session.check_epoch(epoch)
+            session.followed_by = followed_by
+            self._promises.lapse(session)
+            return self._info(session)
+
     def pop(
         self,
         tenant: str,
@@ -388,7 +405,11 @@ class PageWorker:
             session.check_open()
             try:
                 with self._counting_refusals():
-                    return self._data.attend(session, call)
+                    result = self._data.attend(session, call)
+                if session.followed_by and session.targets is not None:
+                    with self._lock:
+                        self._promises.lapse(session)
+                return result
             finally:
                 self._renew(session)
 

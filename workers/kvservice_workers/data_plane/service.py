@@ -58,6 +58,14 @@ class WorkerService:
 
     def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
         self._check_incarnation(request.incarnation)
+        if request.followed_by:
+            info = self._worker.go_on_elsewhere(
+                caller.tenant,
+                session_id_from_pb(request.session_id),
+                at_least_one(request.epoch, "epoch"),
+                convert.incarnation_from_pb(request.followed_by),
+            )
+            return types_pb2.AppendResponse(session=session_to_pb(info))
         info = self._worker.append(
             caller.tenant,
             session_id_from_pb(request.session_id),
