@@ -109,6 +109,12 @@ class PageModel:
         return len({id(page) for pages in tables for page in pages if page is not None})
 
     @property
+    def held(self) -> int:
+        """Pages in tables; a shared one counts for each."""
+        tables = [row.pages for rows in self.sessions.values() for row in rows]
+        return sum(page is not None for pages in tables for page in pages)
+
+    @property
     def tokens(self) -> int:
         """Tokens in pages; one in a shared page counts for each row."""
         total = 0

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
+
+from kvservice.core.errors import KVServiceError, PermissionDenied, Unauthenticated
+
+AUTH_REASONS: Final = ("missing", "invalid", "expired", "forbidden")
+"""Why callers are turned away: no credentials, bad ones, old ones, or ones that do not allow it."""
+
+
+def auth_reason(error: KVServiceError) -> str | None:
+    """Return why an error turns a caller away; None if it does not.
+
+    `Unauthenticated` may say so in its metadata, as `cause`.
+    """
+    if isinstance(error, PermissionDenied):
+        return "forbidden"
+    if isinstance(error, Unauthenticated):
+        cause = error.metadata.get("cause", "invalid")
+        return cause if cause in AUTH_REASONS else "invalid"
+    return None
 
 
 class MethodRecorder(Protocol):
@@ -25,6 +43,9 @@ class MethodRecorder(Protocol):
 
     def handled(self, code: str, seconds: float) -> None:
         """A call has ended, with a status code by its name (`NOT_FOUND`)."""
+
+    def turned_away(self, reason: str) -> None:
+        """A caller was not let in, or not to this: one of `AUTH_REASONS`."""
 
 
 class QueueRecorder(Protocol):
@@ -68,6 +89,9 @@ class NullMethodRecorder:
 
     def handled(self, code: str, seconds: float) -> None:
         del code, seconds
+
+    def turned_away(self, reason: str) -> None:
+        del reason
 
 
 class NullQueueRecorder:

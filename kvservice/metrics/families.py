@@ -36,6 +36,14 @@ def gauge(name: str, text: str, labels: Labels, value: float) -> Metric:
     return family
 
 
+def gauge_by(name: str, text: str, labels: Labels, by: str, values: Mapping[str, float]) -> Metric:
+    """Return a gauge with a series for each value of the label `by`."""
+    family = GaugeMetricFamily(name, text, labels=(*labels, by))
+    for label, value in values.items():
+        family.add_metric((*labels.values(), label), value)
+    return family
+
+
 def counter(name: str, text: str, labels: Labels, value: float) -> Metric:
     """Return a counter with one series. The name without `_total`."""
     family = CounterMetricFamily(name, text, labels=tuple(labels))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kvservice.core.session import PoolStats, WorkerStats
-from kvservice.metrics.families import Collected, counter, counter_by, gauge, histogram
+from kvservice.metrics.families import Collected, counter, counter_by, gauge, gauge_by, histogram
 from kvservice.metrics.process import Metrics
 
+MAX_TENANTS: Final = 50
 MAX_POOLS: Final = 64
 """Pools that are exported one by one."""
 
@@ -24,6 +25,18 @@ class WorkerMetrics(Metrics):
     def watch(self, stats: Callable[[], WorkerStats]) -> None:
         """Report a worker's numbers from now on, asked at each scrape."""
         self.registry.register(Collected(lambda: _of_worker(stats())))
+
+    def watch_tenants(
+        self, pages: Callable[[], Mapping[str, int]], named: Collection[str], worker_id: str
+    ) -> None:
+        """Report the pages of tenants from now on.
+
+        Args:
+            pages: Returns the pages that each tenant's sessions hold.
+            named: Those with a series of their own, at most `MAX_TENANTS`; others are `other`.
+        """
+        assert len(named) <= MAX_TENANTS, "each tenant is a series"
+        self.registry.register(Collected(lambda: [_of_tenants(pages(), named, worker_id)]))
 
 
 _COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerStats], int]], ...]] = (
@@ -94,6 +107,19 @@ def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
         "Pages that sessions held when they ended.",
         [(worker, stats.session_pages)],
         worker,
+    )
+
+
+def _of_tenants(pages: Mapping[str, int], named: Collection[str], worker_id: str) -> Metric:
+    sums = dict.fromkeys((*named, "other"), 0)
+    for tenant, number in pages.items():
+        sums[tenant if tenant in named else "other"] += number
+    return gauge_by(
+        "kvservice_tenant_pages",
+        "Pages that a tenant's sessions hold; a shared one counts for each of them.",
+        {"worker": worker_id},
+        "tenant",
+        sums,
     )
 
 

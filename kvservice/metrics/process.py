@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 
 from kvservice import __version__, config
 from kvservice.core.distribution import SECONDS, Histogram
-from kvservice.core.recorder import MethodRecorder, QueueRecorder
+from kvservice.core.recorder import AUTH_REASONS, MethodRecorder, QueueRecorder
 from kvservice.metrics.families import Collected, Labels, gauge, histogram
 
 # One more series for each counter, which nobody reads.
@@ -46,6 +46,11 @@ class Metrics:
         )
         self._received = self._counter("grpc_server_msg_received", "Messages received.", _METHOD)
         self._sent = self._counter("grpc_server_msg_sent", "Messages sent.", _METHOD)
+        self._turned_away = self._counter(
+            "kvservice_auth_failures", "Callers who were not let in, or not to this.", ("reason",)
+        )
+        for reason in AUTH_REASONS:
+            self._turned_away.labels(reason)
         self._answered = self._counter(
             "kvservice_stream_calls",
             "Calls that streams have carried, by the status code of each.",
@@ -61,6 +66,7 @@ class Metrics:
             sent=self._sent,
             handled=self._handled,
             answered=self._answered,
+            turned_away=self._turned_away,
         )
         self._methods.append(made)
         return made
@@ -102,6 +108,7 @@ class _MethodMetrics:
         sent: Counter,
         handled: Counter,
         answered: Counter,
+        turned_away: Counter,
     ) -> None:
         kind, service, method = names
         self.labels = dict(zip(_METHOD, names, strict=True))
@@ -114,6 +121,7 @@ class _MethodMetrics:
         self.sent = sent.labels(*names).inc
         handled.labels(*names, "OK")
         self._handled, self._names = handled, names
+        self._refusals = turned_away
         self._answered, self._call = answered, (service, method)
         self._one_answered = None if not self.carries else answered.labels(*self._call, "OK").inc
 
@@ -123,6 +131,9 @@ class _MethodMetrics:
         else:
             self._answered.labels(*self._call, code).inc()
         self.calls.observe(seconds)
+
+    def turned_away(self, reason: str) -> None:
+        self._refusals.labels(reason).inc()
 
     def handled(self, code: str, seconds: float) -> None:
         self._handled.labels(*self._names, code).inc()

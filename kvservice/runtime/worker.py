@@ -17,6 +17,7 @@ from kvservice.config import (
     format_size,
     memory_limit_bytes,
 )
+from kvservice.core.caller import ANONYMOUS
 from kvservice.metrics import WorkerMetrics
 from kvservice.runtime.process import ProcessServer
 from kvservice.server.heartbeat import HeartbeatSource
@@ -76,6 +77,7 @@ class WorkerServer(ProcessServer):
         self.worker = self._make_worker()
         running.callback(self.worker.close)
         metrics.watch(self.worker.stats)
+        metrics.watch_tenants(self.worker.tenant_pages, (ANONYMOUS.tenant,), settings.worker_id)
         self._serve_metrics(running, metrics, settings)
         self._serve_health(running, server, settings)
         self._drain = Drain(self.worker, self._clock)

@@ -27,7 +27,7 @@ from kvservice.core.errors import (
     KVServiceError,
     TooLarge,
 )
-from kvservice.core.recorder import MethodRecorder, RpcRecorder
+from kvservice.core.recorder import MethodRecorder, RpcRecorder, auth_reason
 from kvservice.server.faults import explained
 from kvservice.server.peers import caller_of
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
@@ -319,6 +319,8 @@ class _Rpc:
     def mapped(self, error: Exception) -> KVServiceError:
         """Return what the client is told; what nobody expected is explained in the log alone."""
         if isinstance(error, KVServiceError):
+            if reason := auth_reason(error):
+                self._method.recorder.turned_away(reason)
             level = logging.ERROR if error.code in OURS else logging.INFO
             self._log(level, error.reason, error.message)
             return error

@@ -194,6 +194,7 @@ class LaneServer:
             caller = self._let_in(connection.pipe)
             if caller is None:
                 code = "UNAUTHENTICATED"
+                self._recorder.turned_away("invalid")
                 return
             assert self._service is not None
             connection.pipe.socket.settimeout(self._limits.idle_stream_s)

@@ -173,6 +173,7 @@ class Workload:
             "kvservice_build_info",
             "kvservice_failpoints",
             "kvservice_queue",
+            "kvservice_auth_failures",
             "kvservice_stream_call_seconds",
         )
         ours = {name: value for name, value in ours.items() if not name.startswith(process)}
@@ -211,6 +212,8 @@ class Workload:
             ("tokens", model.tokens),
         ):
             found[f'kvservice_{name}{{pool="0",{worker}}}'] = value
+        found[f'kvservice_tenant_pages{{tenant="default",{worker}}}'] = model.held
+        found[f'kvservice_tenant_pages{{tenant="other",{worker}}}'] = 0
         info = f'device="cpu",incarnation="{self.server.incarnation}",{worker}'
         found[f"kvservice_worker_info{{{info}}}"] = 1
         draining = len(model.sessions) if stats.draining else 0

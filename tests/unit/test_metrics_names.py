@@ -9,9 +9,11 @@ import pytest
 
 from kvservice.clock import ManualClock
 from kvservice.config import ConfigError
+from kvservice.core import errors
 from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.distribution import POWERS, SECONDS, Distribution, Histogram
 from kvservice.core.membership import Membership
+from kvservice.core.recorder import AUTH_REASONS, auth_reason
 from kvservice.core.recovery import Recovery
 from kvservice.core.session import PoolStats, WorkerStats
 from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
@@ -27,6 +29,7 @@ RPC = {
     "grpc_server_first_message_seconds": "histogram",
     "kvservice_stream_calls_total": "counter",
     "kvservice_stream_call_seconds": "histogram",
+    "kvservice_auth_failures_total": "counter",
     "kvservice_queue_depth": "gauge",
     "kvservice_queue_wait_seconds": "histogram",
     "kvservice_build_info": "gauge",
@@ -57,6 +60,7 @@ WORKER = {
     "kvservice_idempotent_replays_total": "counter",
     "kvservice_reconcile_discrepancies_total": "counter",
     "kvservice_session_pages": "histogram",
+    "kvservice_tenant_pages": "gauge",
 }
 MANAGER = {
     "kvservice_workers": "gauge",
@@ -112,6 +116,7 @@ def worker() -> WorkerMetrics:
     metrics.method("unary", "a.Service", "Do")
     metrics.method("bidi_stream", "a.Service", "Flow")
     metrics.watch(lambda: STATS)
+    metrics.watch_tenants(lambda: {"a": 1, "b": 2, "c": 4}, ("a", "z"), "w0")
     return metrics
 
 
@@ -220,6 +225,38 @@ def test_many_pools_are_one_series() -> None:
         assert sum(values.values()) == each * len(many)
         assert values[f'kvservice_pages{{pool="other",state="{state}",worker="w0"}}'] == each * 50
     assert found['kvservice_page_size_bytes{pool="other",worker="w0"}'] == 100
+
+
+def test_tenants_that_are_not_named_are_one_series(worker: WorkerMetrics) -> None:
+    """What callers call themselves never becomes a label."""
+    found = samples(exposed(worker))
+    pages = {name: n for name, n in found.items() if name.startswith("kvservice_tenant_pages")}
+    assert pages == {
+        f'kvservice_tenant_pages{{tenant="{tenant}",worker="w0"}}': number
+        for tenant, number in (("a", 1), ("z", 0), ("other", 6))
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.PermissionDenied("no"), "forbidden"),
+        (errors.Unauthenticated("who?"), "invalid"),
+        (errors.Unauthenticated("who?", cause="expired"), "expired"),
+        (errors.Unauthenticated("who?", cause="x" * 99), "invalid"),
+        (errors.NotFound("what?"), None),
+    ],
+)
+def test_callers_are_turned_away_for_known_reasons(
+    worker: WorkerMetrics, error: errors.KVServiceError, reason: str | None
+) -> None:
+    """Each refusal is counted under one of the reasons that there are."""
+    assert auth_reason(error) == reason
+    for known in AUTH_REASONS:
+        if known == reason:
+            worker.method("unary", "a.Service", "Other").turned_away(known)
+        found = samples(exposed(worker))
+        assert found[f'kvservice_auth_failures_total{{reason="{known}"}}'] == (known == reason)
 
 
 def test_distributions_are_cumulative_buckets(worker: WorkerMetrics) -> None:

@@ -138,6 +138,12 @@ class WorkerSession:
         """Return the pools of all groups."""
         return [group.pool for group in self.groups.values()]
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that the rows' tables list; one that several list counts for each."""
+        tables = (table for group in self.groups.values() for table in group.tables)
+        return sum(table.num_held for table in tables)
+
     def window_of(self, layer: int) -> int | None:
         """Return a layer's window.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -521,6 +522,14 @@ class PageWorker:
                 draining=self._draining,
             )
 
+    def tenant_pages(self) -> dict[str, int]:
+        """Return how many pages each tenant's sessions hold; a shared one counts for each."""
+        with self._lock:
+            found: Counter[str] = Counter()
+            for session in self._sessions.all():
+                found[session.key[0]] += session.num_pages
+            return dict(found)
+
     def audit(self) -> int:
         """Compare all pages' references with all tables; return how many disagree newly.
 
@@ -566,8 +575,7 @@ class PageWorker:
             )
 
     def _remove(self, session: WorkerSession, reason: str) -> None:
-        tables = (table for group in session.groups.values() for table in group.tables)
-        self._counters.timings.session_pages.observe(sum(table.num_held for table in tables))
+        self._counters.timings.session_pages.observe(session.num_pages)
         self._structure.free(session, reason)
         self._sessions.remove(session, expired=reason == "lease_expired")
 
