@@ -14,7 +14,7 @@ class Clock(Protocol):
         """Return seconds since an arbitrary moment, never going back."""
 
     def time(self) -> float:
-        """Return seconds since the epoch. For people and metrics only."""
+        """Return seconds since the epoch: for people, metrics, and what other machines check."""
 
     def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
         """Wait until the event is set or the time is over; return whether it is set."""

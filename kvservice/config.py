@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from dataclasses import dataclass, field
@@ -149,6 +150,75 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Security:
+    """Who may connect, and who may call. Paths alone: what is in the files stays there.
+
+    Authentication is on as soon as there are tokens, or certificates are asked for.
+
+    Fields:
+        token_file: Bearer tokens; see `kvservice.credentials.TokenFile`.
+        key_file: What manager and workers share; see `kvservice.credentials.KeyFile`.
+        quota_file: What tenants may take; see `kvservice.credentials.QuotaFile`.
+        tls_cert, tls_key: The server's own certificate and its key, PEM. None: plaintext.
+        tls_ca: Who signs the certificates of those whom it calls, and of callers.
+        mutual_tls: Callers must show a certificate.
+        tls_server_name: What the certificates of manager and workers name, where it is not their
+            addresses.
+        insecure: Serve other machines without authentication, or tokens in plaintext.
+    """
+
+    token_file: str | None = None
+    key_file: str | None = None
+    quota_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    mutual_tls: bool = False
+    tls_server_name: str | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) is not (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key go together: give both, or neither")
+        if self.mutual_tls and (self.tls_cert is None or self.tls_ca is None):
+            raise ConfigError("mutual_tls needs tls_cert, tls_key, and tls_ca to check callers by")
+        if (self.tls_ca or self.tls_server_name) and self.tls_cert is None:
+            raise ConfigError("tls_ca and tls_server_name go with tls_cert and tls_key: give those")
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers must say who they are."""
+        return self.token_file is not None or self.mutual_tls or self.key_file is not None
+
+    @property
+    def encrypts(self) -> bool:
+        return self.tls_cert is not None
+
+    def check_reach(self, host: str) -> None:
+        """Raise ConfigError where others could reach what is open to everybody."""
+        if self.insecure or is_loopback(host):
+            return
+        if not self.authenticates:
+            raise ConfigError(
+                f"host {host} can be reached from other machines, and nobody would be asked who "
+                "they are: give --tokens or --mutual-tls, or say --insecure"
+            )
+        if not self.encrypts:
+            raise ConfigError(
+                f"host {host} can be reached from other machines, and tokens and pages would "
+                "travel in plaintext: give --tls-cert and --tls-key, or say --insecure"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host. Names other than localhost do not count."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerSettings:
     """How a manager process serves.
 
@@ -160,6 +230,7 @@ class ManagerSettings:
         health_port: A second port, on `host`, that serves gRPC health and nothing else, always in
             plaintext; 0: any free one. None: none.
         workers_expected: How many workers should register; 0: unknown.
+        security: Who may connect and call.
     """
 
     host: str = "127.0.0.1"
@@ -169,10 +240,13 @@ class ManagerSettings:
     health_port: int | None = None
     workers_expected: int = 0
     limits: ServerLimits = field(default_factory=ServerLimits)
+    security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
         _check_listening(self.host, self.health_port or 0, self.advertise_host, None)
+        self.security.check_reach(self.host)
+        _check_shared_key(self.security)
         if self.workers_expected < 0:
             raise ConfigError(f"workers_expected must be at least 0, got {self.workers_expected}")
 
@@ -187,6 +261,7 @@ class WorkerSettings:
         device: Where the arenas are, as torch names it.
         lane_port: Of the lane beside gRPC; 0: any free one. None: no lane.
         manager_address: Whom to report to, as host:port. None: a lone worker.
+        zero_freed_pages: Overwrite pages as soon as nobody holds them any more.
     """
 
     worker_id: str
@@ -201,6 +276,8 @@ class WorkerSettings:
     lane_port: int | None = 0
     manager_address: str | None = None
     limits: ServerLimits = field(default_factory=ServerLimits)
+    security: Security = field(default_factory=Security)
+    zero_freed_pages: bool = False
 
     def __post_init__(self) -> None:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
@@ -216,6 +293,9 @@ class WorkerSettings:
             )
         if self.max_sessions < 1:
             raise ConfigError(f"max_sessions must be at least 1, got {self.max_sessions}")
+        self.security.check_reach(self.host)
+        if self.manager_address is not None:
+            _check_shared_key(self.security)
 
 
 def _check_listening(
@@ -240,6 +320,14 @@ def revision() -> str:
 def failpoints() -> list[str]:
     """Return the names of the settings that make Ray inject faults into this process's calls."""
     return sorted(name for name in os.environ if name.startswith("RAY_testing_"))
+
+
+def _check_shared_key(security: Security) -> None:
+    if security.authenticates and security.key_file is None:
+        raise ConfigError(
+            "manager and workers need a key to know each other by: give all of them the same "
+            "--key, a file made by: (umask 077; openssl rand -hex 32 > FILE)"
+        )
 
 
 def environment() -> dict[str, str]:

@@ -10,7 +10,13 @@ from dataclasses import replace
 from types import TracebackType
 
 from kvservice.clock import SystemClock
-from kvservice.core.errors import InvalidRequest, KVServiceError, NotFound, StaleEpoch
+from kvservice.core.errors import (
+    InvalidRequest,
+    KVServiceError,
+    NotFound,
+    StaleEpoch,
+    Unavailable,
+)
 from kvservice.core.geometry import DEFAULT_PAGE_SIZE, LayerGeometry, LayerSpec
 from kvservice.core.session import (
     DEFAULT_TTL_S,
@@ -34,6 +40,7 @@ from kvservice_client._transport_lane import LaneTransport
 from kvservice_client._watchdog import Watchdog
 
 _MAX_FORK_TRIES = 3
+HANDSHAKE_S = 2.0  # for finding out why there is no connection
 
 
 class Client:
@@ -204,7 +211,8 @@ def connect(
 
     Args:
         address: host:port, [IPv6]:port, or unix:PATH.
-        token: Presented as a bearer token with every call, to workers too.
+        token: Presented as a bearer token with every call to this address. Workers behind a
+            manager never see it: what they have issued for each session goes there.
         tls: None: plaintext.
         timeout_s: For each call, and for finding the server now, retries included.
         lane: Take the workers' lanes for Attend where they have one. Not with TLS.
@@ -221,7 +229,9 @@ def connect(
     config = replace(config or ClientConfig(), timeout_s=timeout_s)
 
     def dial_grpc(target: str) -> GrpcTransport:
-        return GrpcTransport(target, clock=clock, watchdog=watchdog, token=token, tls=tls)
+        # Workers are shown what they have issued themselves: they never see the token.
+        shown = token if target == address else None
+        return GrpcTransport(target, clock=clock, watchdog=watchdog, token=shown, tls=tls)
 
     def dial(target: str) -> Transport:
         over_grpc = dial_grpc(target)
@@ -259,6 +269,10 @@ def current_client() -> Client:
 _current: Client | None = None
 
 
+class _HandshakeFailed(Exception):
+    """The connection is refused, for a reason that stays. Never leaves this file."""
+
+
 def _is_lone_worker(connections: Connections, transport: GrpcTransport) -> bool:
     """Ask the server's health service what it serves."""
     timeout_s = connections.config.timeout_s
@@ -267,10 +281,18 @@ def _is_lone_worker(connections: Connections, transport: GrpcTransport) -> bool:
             name = service.full_name
 
             def attempt(left_s: float, name: str = name) -> bool:
-                return transport.serves(name, timeout_s=left_s)
+                try:
+                    return transport.serves(name, timeout_s=left_s)
+                except Unavailable as error:
+                    refusal = transport.find_refusal(min(left_s, HANDSHAKE_S))
+                    if refusal is not None:
+                        raise _HandshakeFailed(refusal) from error
+                    raise
 
             if connections.retrier.run(attempt, timeout_s):
                 return lone
+    except _HandshakeFailed as error:  # asking again would not help
+        raise Unavailable(f"{connections.front}: {error}") from error
     finally:
         transport.close()
     raise NotFound(f"what answers at {connections.front} is neither a manager nor a worker")

@@ -88,7 +88,7 @@ class Connections:
                     transport = self._transports[address] = self._dial(address)
         return transport
 
-    def knock(self, address: str) -> str | None:
+    def knock(self, address: str, request: types_pb2.PageStatsRequest) -> str | None:
         """Ask a worker over a new connection who it is, where the old one brings no answers.
 
         If it answers, the new connection replaces the old one.
@@ -97,7 +97,6 @@ class Connections:
             The incarnation that answers; None if nobody does.
         """
         transport = self._dial(address or self.front)
-        request = types_pb2.PageStatsRequest()
         try:
             answer = transport.call(WORKER.full_name, "PageStats", request, timeout_s=self.knock_s)
         except KVServiceError:

@@ -24,6 +24,7 @@ class Extent:
         lost: The worker counts as dead, or lives another life.
         replaced: It lives another life: what it held is gone for certain.
         knows_padding: Whether the worker has been told of all padding so far.
+        capability: What it has issued with the answer that told of it. The lease takes it over.
     """
 
     address: str
@@ -35,6 +36,7 @@ class Extent:
     lost: bool = False
     replaced: bool = False
     knows_padding: bool = True
+    capability: bytes = field(default=b"", repr=False)
 
     def close_stream(self) -> None:
         if self.stream is not None:
@@ -85,6 +87,7 @@ def adopt(
                 one.worker_id,
             )
             extent.knows_padding = index == 0 or any(map(int.__lt__, one.starts, one.stops))
+        extent.capability = one.capability or extent.capability
         if len(told) - index > num_open and one.starts == one.stops:
             extent.starts = extent.stops = one.stops or (0,) * len(longest)
             extent.knows_padding = False

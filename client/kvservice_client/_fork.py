@@ -52,11 +52,12 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
         layer: tuple(map(min, lengths, keep)) for layer, lengths in parent.lengths.items()
     }
     child.padding = parent.padding.cut(keep)
-    for extent in extents:
+    for extent, answer in zip(extents, opened, strict=True):
         mine = Extent(
             extent.address, extent.incarnation, extent.starts, extent.stops, extent.worker_id
         )
         mine.knows_padding = extent.knows_padding
+        mine.capability = answer.extents[0].capability
         mine.cut(keep)
         child.extents.append(mine)
     return child

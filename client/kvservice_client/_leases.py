@@ -13,8 +13,8 @@ import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -25,6 +25,9 @@ from kvservice_client._connections import Connections
 
 EXIT_TIMEOUT_S: Final = 2.0
 """How long the interpreter's end may wait for releases. Leases see to what is left."""
+
+CAPABILITY_AGE_S: Final = 100.0
+"""Capabilities are renewed at a third of the time that they live at least."""
 
 MAX_BATCH: Final = 1000  # sessions in one call
 
@@ -44,6 +47,7 @@ class Lease:
 
     Fields:
         addresses: Of the workers that hold the session. Empty: ask whoever opened it.
+        capabilities: What to show each of them, by address, where they want something shown.
         due_at: When to renew, in the clock's monotonic seconds. Every call moves it on.
         open: Whether there is something to renew and to release.
         taken: Somebody else has attached to the session: it is theirs to renew and to release.
@@ -55,9 +59,22 @@ class Lease:
     due_at: float
     open: bool = True
     taken: bool = False
+    capabilities: dict[str, bytes] = field(default_factory=dict, repr=False)
+    capabilities_due_at: float = math.inf
 
     def renewed(self, now: float) -> None:
         self.due_at = now + self.ttl_s / 3
+
+    def entitled(self, capabilities: Mapping[str, bytes], now: float) -> None:
+        """Take over what a worker has issued. It lives for five minutes at least."""
+        fresh = {address: one for address, one in capabilities.items() if one}
+        if fresh:
+            self.capabilities.update(fresh)
+            self.capabilities_due_at = now + CAPABILITY_AGE_S
+
+    def look_at(self) -> float:
+        """Return when it is to be renewed, though calls may renew the lease itself."""
+        return min(self.due_at, self.capabilities_due_at)
 
 
 class Leases:
@@ -126,10 +143,10 @@ class Leases:
         with self._lock:
             leases = [lease for lease in self._leases if lease.open and not lease.taken]
         # What is due within a twelfth of its time goes along, so that calls are few.
-        due = [lease for lease in leases if lease.due_at - lease.ttl_s / 12 <= now]
+        due = [lease for lease in leases if lease.look_at() - lease.ttl_s / 12 <= now]
         if due:
             self._renew(due)
-        earliest = min((lease.due_at for lease in leases), default=math.inf)
+        earliest = min((lease.look_at() for lease in leases), default=math.inf)
         left_s = earliest - self._clock.monotonic()
         return None if left_s == math.inf else max(0.0, left_s)
 
@@ -160,8 +177,11 @@ class Leases:
     def _release(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
             lease.open = False
-        for address, ids in _batches(leases):
-            request = types_pb2.ReleaseRequest(session_ids=ids)
+        for address, batch in _batches(leases):
+            ids = [lease.session_id for lease in batch]
+            request = types_pb2.ReleaseRequest(
+                session_ids=ids, capabilities=_capabilities(address, batch)
+            )
             try:
                 self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
             except KVServiceError as error:
@@ -170,10 +190,16 @@ class Leases:
     def _renew(self, leases: Sequence[Lease]) -> None:
         timeout_s = max(0.1, min(lease.ttl_s for lease in leases) / 12)
         failed: set[str] = set()
-        for address, ids in _batches(leases):
-            request = types_pb2.RenewLeaseRequest(session_ids=ids)
+        for address, batch in _batches(leases):
+            ids = [lease.session_id for lease in batch]
+            request = types_pb2.RenewLeaseRequest(
+                session_ids=ids, capabilities=_capabilities(address, batch)
+            )
             try:
-                self._connections.ask(address, "RenewLease", request, timeout_s=timeout_s)
+                answer = self._connections.ask(address, "RenewLease", request, timeout_s=timeout_s)
+                now = self._clock.monotonic()
+                for lease, capability in zip(batch, answer.capabilities, strict=False):
+                    lease.entitled({address: capability}, now)
             except KVServiceError as error:
                 failed.add(address)
                 _log.info("%d leases at %s could not be renewed: %s", len(ids), address, error)
@@ -183,15 +209,22 @@ class Leases:
                 lease.renewed(now)
             else:
                 lease.due_at = now + lease.ttl_s / 12
+            if lease.capabilities_due_at <= now:
+                lease.capabilities_due_at = now + lease.ttl_s / 12
 
 
-def _batches(leases: Iterable[Lease]) -> Iterator[tuple[str, list[str]]]:
-    """Yield addresses with the session ids to name there; "" is the client's own server."""
-    ids: defaultdict[str, list[str]] = defaultdict(list)
+def _capabilities(address: str, leases: Sequence[Lease]) -> list[bytes]:
+    shown = (lease.capabilities.get(address, b"") for lease in leases)
+    return [capability for capability in shown if capability]
+
+
+def _batches(leases: Iterable[Lease]) -> Iterator[tuple[str, list[Lease]]]:
+    """Yield addresses with the leases to name there; "" is the client's own server."""
+    at: defaultdict[str, list[Lease]] = defaultdict(list)
     for lease in leases:
         for address in lease.addresses or ("",):
-            ids[address].append(lease.session_id)
-    for address, listed in ids.items():
+            at[address].append(lease)
+    for address, listed in at.items():
         for start in range(0, len(listed), MAX_BATCH):
             yield address, listed[start : start + MAX_BATCH]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
@@ -63,6 +64,11 @@ class Links:
 
     def unary(self, extent: Extent, method: str, request: Message) -> Any:
         """Make a call that may be repeated."""
+        capability = self.lease.capabilities.get(extent.address)
+        if capability and isinstance(request, types_pb2.ReleaseRequest):
+            request.capabilities[:] = [capability]
+        elif capability and "capability" in request.DESCRIPTOR.fields_by_name:
+            request.capability = capability  # type: ignore[attr-defined]
 
         def attempt(left_s: float) -> Any:
             transport = self.connections.to(extent.address)
@@ -71,12 +77,16 @@ class Links:
         return self._run(extent, attempt)
 
     def write(self, extent: Extent, call: worker_pb2.WriteCall) -> worker_pb2.WriteResponse:
+        call.capability = self.lease.capabilities.get(extent.address, b"")
+
         def attempt(left_s: float) -> worker_pb2.WriteResponse:
             return self.connections.to(extent.address).write(call, timeout_s=left_s)
 
         return self._run(extent, attempt)
 
     def read(self, extent: Extent, request: worker_pb2.ReadRequest) -> worker_pb2.ReadResult:
+        request.capability = self.lease.capabilities.get(extent.address, b"")
+
         def attempt(left_s: float) -> worker_pb2.ReadResult:
             return self.connections.to(extent.address).read(request, timeout_s=left_s)
 
@@ -88,6 +98,9 @@ class Links:
         Only the calls without an answer are repeated. Errors that a worker answers are returned,
         so that each call's outcome is known.
         """
+        if self.lease.capabilities:
+            for extent, call in calls:
+                call.capability = self.lease.capabilities.get(extent.address, b"")
         try:
             if len(calls) == 1:
                 return [self._attend_again(*calls[0])]
@@ -129,8 +142,13 @@ class Links:
 
     def follow_extents(self) -> None:
         """Renew and release the session where it is now."""
+        everywhere = self._mirror.everywhere
         self.lease.session_id = self._mirror.id
-        self.lease.addresses = tuple(extent.address for extent in self._mirror.everywhere)
+        self.lease.addresses = tuple(extent.address for extent in everywhere)
+        issued = {extent.address: extent.capability for extent in everywhere}
+        self.lease.entitled(issued, self.connections.clock.monotonic())
+        for extent in everywhere:
+            extent.capability = b""  # an old one is never to replace what was renewed
 
     # -- one call
 
@@ -164,7 +182,11 @@ class Links:
         verdict = self._ask_manager_about(extent)
         if verdict is Verdict.DEAD or not is_over:
             return verdict
-        incarnation = self.connections.knock(extent.address)
+        request = types_pb2.PageStatsRequest(
+            session_id=self._mirror.id,
+            capability=self.lease.capabilities.get(extent.address, b""),
+        )
+        incarnation = self.connections.knock(extent.address, request)
         if incarnation is None:
             return verdict
         extent.close_stream()  # that went the old way
@@ -230,7 +252,4 @@ def reachable_extents(connections: Connections, session: types_pb2.Session) -> l
     extents = convert.session_from_pb(session).extents
     if not connections.lone_worker:
         return list(extents)
-    return [
-        core.Extent(one.worker_id, connections.front, one.incarnation, one.starts, one.stops)
-        for one in extents
-    ]
+    return [replace(one, address=connections.front) for one in extents]

@@ -438,10 +438,13 @@ class Session:
             return self.id
 
     def page_stats(self) -> list[WorkerStats]:
-        """Return the numbers of the workers that hold the session."""
+        """Return the numbers of the workers that hold the session.
+
+        Where authentication is on, and the caller is no operator: their names alone.
+        """
         with self._lock:
             self._ready()
-            request = types_pb2.PageStatsRequest()
+            request = types_pb2.PageStatsRequest(session_id=self.id)
             answers = [
                 self._links.unary(extent, "PageStats", request) for extent in self._mirror.extents
             ]

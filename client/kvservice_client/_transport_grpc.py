@@ -17,6 +17,7 @@ from kvservice.clock import Clock
 from kvservice.core.errors import DeadlineExceeded, NotFound, Unavailable, Unimplemented
 from kvservice.v1 import worker_pb2
 from kvservice.wire import fragments, status
+from kvservice.wire.handshake import Shown, find_refusal
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._framing import join
 from kvservice_client._transport import AttendStream, checked
@@ -65,6 +66,7 @@ class GrpcTransport:
         self._clock = clock
         self._watchdog = watchdog
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._tls = tls
         self._channel = _open_channel(address, tls)
         self._unary = _unary_methods(self._channel)
         path = f"/{WORKER.full_name}/"
@@ -114,6 +116,17 @@ class GrpcTransport:
         except (NotFound, Unimplemented):  # a server without health is none of ours
             return False
         return True
+
+    def find_refusal(self, timeout_s: float) -> str | None:
+        """Return why no connection comes about, if it is for plaintext or a certificate."""
+        tls = self._tls
+        if tls is None:
+            return find_refusal(self.address, timeout_s=timeout_s)
+        return find_refusal(
+            self.address,
+            tls=Shown(tls.ca_file, tls.cert_file, tls.key_file, tls.server_name),
+            timeout_s=timeout_s,
+        )
 
     def close(self) -> None:
         while self._idle:

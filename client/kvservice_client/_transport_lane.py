@@ -32,6 +32,7 @@ ASK_AGAIN_S: Final = 30.0
 SILENCE_S: Final = 1.0
 PING_S: Final = 2.0
 MAX_IDLE: Final = 8
+_NOTHING_TO_SHOW: Final = worker_pb2.OpenLaneRequest()
 
 
 class LaneTransport:
@@ -69,7 +70,7 @@ class LaneTransport:
             pipe.close()
         self._grpc.close()
 
-    def take(self, timeout_s: float) -> LanePipe | None:
+    def take(self, call: worker_pb2.AttendCall, timeout_s: float) -> LanePipe | None:
         """Return a lane that is connected and idle, or a new one; None where gRPC must serve.
 
         Raises:
@@ -85,7 +86,7 @@ class LaneTransport:
             pipe.close()
         if self._clock.monotonic() < self._ask_at:
             return None
-        opened = self._open(timeout_s)
+        opened = self._open(_request(call), timeout_s)
         if opened is None:
             self._ask_at = self._clock.monotonic() + ASK_AGAIN_S
         return opened
@@ -98,20 +99,19 @@ class LaneTransport:
                 return
         pipe.close()
 
-    def check_alive(self) -> None:
+    def check_alive(self, request: worker_pb2.OpenLaneRequest) -> None:
         """Ask the worker for a sign of life over gRPC.
 
         Raises:
             KVServiceError: There is none.
         """
-        request = worker_pb2.OpenLaneRequest()
         with contextlib.suppress(Unimplemented):
             self._grpc.call(WORKER.full_name, "OpenLane", request, timeout_s=PING_S)
 
-    def _open(self, timeout_s: float) -> LanePipe | None:
+    def _open(self, request: worker_pb2.OpenLaneRequest, timeout_s: float) -> LanePipe | None:
         try:
             answer: worker_pb2.OpenLaneResponse = self._grpc.call(
-                WORKER.full_name, "OpenLane", worker_pb2.OpenLaneRequest(), timeout_s=timeout_s
+                WORKER.full_name, "OpenLane", request, timeout_s=timeout_s
             )
         except (Unavailable, DeadlineExceeded):
             raise
@@ -135,6 +135,7 @@ class _LaneStream:
         self._call_id = 0
         self._ends_at = 0.0
         self._timeout_s = 0.0
+        self._ping = worker_pb2.OpenLaneRequest()
 
     def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
         self.send(call, timeout_s=timeout_s)
@@ -142,11 +143,12 @@ class _LaneStream:
 
     def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
         assert self._pipe is None, "the last call has not been received"
-        pipe = self._transport.take(timeout_s)
+        pipe = self._transport.take(call, timeout_s)
         if pipe is None:
             self._grpc.send(call, timeout_s=timeout_s)
             return
         self._call_id, self._timeout_s = call.call_id, timeout_s
+        self._ping = _request(call)
         self._ends_at = self._transport._clock.monotonic() + timeout_s
         try:
             pipe.socket.settimeout(timeout_s)
@@ -195,7 +197,7 @@ class _LaneStream:
                 raw = pipe.receive()
             except TimeoutError:
                 if left > SILENCE_S:
-                    self._transport.check_alive()
+                    self._transport.check_alive(self._ping)
                 continue
             if raw is None:
                 return None
@@ -205,6 +207,13 @@ class _LaneStream:
         if isinstance(error, TimeoutError):
             return DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
         return Unavailable(f"the lane is broken: {error}")
+
+
+def _request(call: worker_pb2.AttendCall) -> worker_pb2.OpenLaneRequest:
+    """Return what asks for a lane, with what the call shows."""
+    if not call.capability:
+        return _NOTHING_TO_SHOW
+    return worker_pb2.OpenLaneRequest(session_id=call.session_id, capability=call.capability)
 
 
 def _connect(address: str, timeout_s: float) -> socket.socket:

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from kvservice.core.errors import InvalidRequest
+
+MAX_TENANT_LENGTH: Final = 128
+
 
 class Role(Enum):
-    """What a caller may do besides using its own sessions."""
+    """What a caller may do besides using its own sessions; see `kvservice.core.access`."""
 
     TENANT = "tenant"
     OPERATOR = "operator"
     METRICS = "metrics"
+    SERVICE = "service"  # the manager and the workers, by the key they share
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated peer. Sessions belong to its tenant."""
+    """An authenticated peer. Sessions belong to its tenant.
+
+    Fields:
+        credential: What it has shown, for what outlives the call: whoever has put it there looks
+            at it again.
+    """
 
     tenant: str
     role: Role
+    credential: object | None = field(default=None, compare=False, repr=False)
 
 
 ANONYMOUS: Final = Caller("default", Role.OPERATOR)
 """Everybody, where authentication is off."""
+
+
+def check_tenant(tenant: str) -> str:
+    """Return a tenant's name.
+
+    Raises:
+        InvalidRequest: It is not 1 to 128 letters, digits, '.', '_', '-', beginning with one of
+            the first two.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", tenant) or len(tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequest(
+            f"a tenant must have 1 to {MAX_TENANT_LENGTH} letters, digits, '.', '_', '-'"
+        )
+    return tenant

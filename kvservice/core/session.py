@@ -100,7 +100,8 @@ class Extent:
     """The positions of a session's rows that one worker holds; per row, half-open.
 
     `starts` is empty while nothing is stored and the start is not fixed. `followed_by` is the
-    incarnation on which the session goes on behind the extent; empty: it ends here.
+    incarnation on which the session goes on behind the extent; empty: it ends here. `capability`
+    is what its worker has issued for it, if it wants one to be shown.
     """
 
     worker_id: str
@@ -109,6 +110,7 @@ class Extent:
     starts: tuple[int, ...] = ()
     stops: tuple[int, ...] = ()
     followed_by: str = ""
+    capability: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,8 +294,19 @@ class PageManager:
     def list_workers(
         self, request: manager_pb2.ListWorkersRequest, caller: Caller
     ) -> manager_pb2.ListWorkersResponse:
-        del request, caller
+        del request
         infos = [convert.view_to_pb(view) for view in self.workers()]
+        if caller.role is Role.TENANT:  # how busy they are with others is nothing it may know
+            infos = [
+                manager_pb2.WorkerInfo(
+                    worker_id=info.worker_id,
+                    incarnation=info.incarnation,
+                    address=info.address,
+                    device=info.device,
+                    state=info.state,
+                )
+                for info in infos
+            ]
         return manager_pb2.ListWorkersResponse(workers=infos)
 
     def workers(self) -> list[WorkerView]:

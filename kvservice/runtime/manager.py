@@ -12,6 +12,7 @@ from kvservice.config import ManagerSettings
 from kvservice.manager import LOOK_S, PageManager
 from kvservice.metrics import ManagerMetrics
 from kvservice.runtime.process import ProcessServer
+from kvservice.runtime.secrets import Secrets
 from kvservice.server.worker_stub import GrpcWorkerHandle
 from kvservice.wire.names import MANAGER
 
@@ -33,10 +34,16 @@ class ManagerServer(ProcessServer):
 
     def _start(self, running: ExitStack) -> None:
         settings = self.settings
+        self.secrets = secrets = Secrets(settings.security, self._clock)
+        guard, dialer, speaker = (
+            secrets.guard("manager"),
+            secrets.dialer(),
+            secrets.speaker("worker"),
+        )
         metrics = ManagerMetrics()
         server = self._listen(running, settings.host, settings.port, settings.advertise_host)
         self.manager = PageManager(
-            GrpcWorkerHandle,
+            lambda address: GrpcWorkerHandle(address, dialer, speaker),
             clock=self._clock,
             incarnation=self.incarnation,
             workers_expected=settings.workers_expected,
@@ -48,7 +55,7 @@ class ManagerServer(ProcessServer):
         watch = _Watch(self.manager, self._clock)
         running.callback(watch.stop)
         watch.start()
-        server.start(self.manager, MANAGER, recorder=metrics)
+        server.start(self.manager, MANAGER, recorder=metrics, guard=guard)
         running.callback(lambda: server.stop(self._grace_s))
         LOG.info("manager serves at %s", self.address)
 

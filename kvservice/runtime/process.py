@@ -9,6 +9,7 @@ from typing import Final, Self
 from kvservice.clock import Clock
 from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
 from kvservice.metrics import Metrics, MetricsEndpoint
+from kvservice.runtime.secrets import Secrets
 from kvservice.server.app import GrpcServer
 from kvservice.server.health import HealthServer
 
@@ -21,6 +22,8 @@ class ProcessServer:
     address: str
     metrics_address: str | None
     health_address: str | None
+
+    secrets: Secrets
 
     def __init__(self, limits: ServerLimits, clock: Clock) -> None:
         self._limits = limits
@@ -62,7 +65,8 @@ class ProcessServer:
         self, running: ExitStack, host: str, port: int, advertised: str | None
     ) -> GrpcServer:
         """Bind, so that the address is known before anybody is told of it."""
-        server = GrpcServer(self._limits, clock=self._clock)
+        credentials = self.secrets.server_credentials()
+        server = GrpcServer(self._limits, clock=self._clock, credentials=credentials)
         running.callback(lambda: server.stop(self._grace_s))
         bound = server.listen(host, port)
         self.address = _join(advertised or host, bound)

@@ -20,6 +20,8 @@ from kvservice.config import (
 from kvservice.core.caller import ANONYMOUS
 from kvservice.metrics import WorkerMetrics
 from kvservice.runtime.process import ProcessServer
+from kvservice.runtime.secrets import Secrets
+from kvservice.server.guard import Guard
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.lane import LaneServer
 from kvservice.server.worker_stub import HeartbeatLoop
@@ -72,6 +74,8 @@ class WorkerServer(ProcessServer):
 
     def _start(self, running: ExitStack) -> None:
         settings = self.settings
+        self.secrets = secrets = Secrets(settings.security, self._clock)
+        guard = secrets.guard(self.incarnation)
         metrics = WorkerMetrics(settings.worker_id)
         server = self._listen(running, settings.host, settings.port, settings.advertise_host)
         self.worker = self._make_worker()
@@ -84,18 +88,27 @@ class WorkerServer(ProcessServer):
         expiry = _Expiry(self.worker, self._drain, self._clock)
         running.callback(expiry.stop)
         expiry.start()
-        lane = self._lane = self._open_lane(running, metrics)
-        service = WorkerService(self.worker, None if lane is None else lane.admit)
+        lane = self._lane = self._open_lane(running, metrics, guard)
+        service = WorkerService(
+            self.worker,
+            None if lane is None else lane.admit,
+            None if guard.is_open else guard.issue,
+        )
         if lane is not None:
             lane.start(service)
             self.lane_addresses = lane.addresses
-        server.start(service, WORKER, recorder=metrics)
+        server.start(service, WORKER, recorder=metrics, guard=guard)
         # Once more, so that calls have ended before the worker is freed.
         running.callback(lambda: server.stop(self._grace_s))
         if settings.manager_address is not None:
             source = HeartbeatSource(self.worker, self.metrics_address or "")
             heartbeat = HeartbeatLoop(
-                source, settings.manager_address, clock=self._clock, drain=self._drain.within
+                source,
+                settings.manager_address,
+                clock=self._clock,
+                drain=self._drain.within,
+                dialer=secrets.dialer(),
+                speaker=secrets.speaker("manager"),
             )
             self._drain.leaving = heartbeat.leave
             running.callback(heartbeat.stop)
@@ -107,10 +120,12 @@ class WorkerServer(ProcessServer):
         or the time for that is over. The caller then stops it, and the manager is told."""
         self._drain.done.wait()
 
-    def _open_lane(self, running: ExitStack, metrics: WorkerMetrics) -> LaneServer | None:
+    def _open_lane(
+        self, running: ExitStack, metrics: WorkerMetrics, guard: Guard
+    ) -> LaneServer | None:
         settings = self.settings
-        if settings.lane_port is None:
-            return None
+        if settings.lane_port is None or settings.security.encrypts:
+            return None  # the lane is plaintext
         lane = LaneServer(
             settings.host,
             settings.lane_port,
@@ -118,6 +133,7 @@ class WorkerServer(ProcessServer):
             limits=settings.limits,
             clock=self._clock,
             recorder=metrics,
+            guard=guard,
         )
         running.callback(lane.stop)
         return lane
@@ -131,9 +147,10 @@ class WorkerServer(ProcessServer):
             address=self.address,
             device=settings.device,
             max_sessions=settings.max_sessions,
+            zero_freed_pages=settings.zero_freed_pages,
         )
         try:
-            return PageWorker(config, clock=self._clock)
+            return PageWorker(config, clock=self._clock, quota_of=self.secrets.quota_of)
         except RuntimeError as error:  # torch's answer to a device that is not there
             raise _unusable(settings.device, error) from error
 

@@ -11,11 +11,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import ConfigError, ServerLimits
-from kvservice.core.errors import Overloaded
+from kvservice.core.errors import KVServiceError
 from kvservice.core.recorder import NullRpcRecorder, RpcRecorder
+from kvservice.server.guard import Guard, OpenGuard
 from kvservice.server.handlers import Handlers
 from kvservice.server.streams import OpenCalls
 from kvservice.server.threads import RpcThreads
+from kvservice.wire import status
 
 FRAME_HEADROOM: Final = 64 << 10  # what a frame has around its payload
 
@@ -84,14 +86,20 @@ class GrpcServer:
         descriptor: ServiceDescriptor,
         *,
         recorder: RpcRecorder | None = None,
+        guard: Guard | None = None,
     ) -> None:
-        """Serve, with health and reflection beside. At most once."""
+        """Serve, with health and reflection beside. At most once.
+
+        Args:
+            guard: Says who may call what; health is for everybody. None: everybody, everything.
+        """
+        guard = guard if guard is not None else OpenGuard(self._clock)
         recorder = recorder if recorder is not None else NullRpcRecorder()
         self._threads.recorder = recorder.queue
         names = (descriptor.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            _Reflection(names, self._calls, self._limits.default_deadline_s), self._server
+            _Reflection(names, self._calls, self._limits.default_deadline_s, guard), self._server
         )
         # Last, so that what reaches it and is not its own is nobody's.
         handlers = Handlers(
@@ -101,6 +109,7 @@ class GrpcServer:
             calls=self._calls,
             recorder=recorder,
             clock=self._clock,
+            guard=guard,
         )
         self._server.add_generic_rpc_handlers((handlers,))
         self._calls.start()
@@ -133,6 +142,7 @@ def serve(
     clock: Clock | None = None,
     recorder: RpcRecorder | None = None,
     credentials: grpc.ServerCredentials | None = None,
+    guard: Guard | None = None,
 ) -> tuple[GrpcServer, int]:
     """Serve a service at host and port; return the server, which the caller stops, and the port.
 
@@ -145,24 +155,28 @@ def serve(
     """
     server = GrpcServer(limits, clock=clock, credentials=credentials)
     bound = server.listen(host, port)
-    server.start(service, descriptor, recorder=recorder)
+    server.start(service, descriptor, recorder=recorder, guard=guard)
     return server, bound
 
 
 class _Reflection(reflection.ReflectionServicer):  # type: ignore[misc]
-    """The standard one, but its streams count as streams."""
+    """The standard one, but its streams count as streams, and are for known callers."""
 
-    def __init__(self, names: tuple[str, ...], calls: OpenCalls, timeout_s: float) -> None:
+    def __init__(
+        self, names: tuple[str, ...], calls: OpenCalls, timeout_s: float, guard: Guard
+    ) -> None:
         super().__init__(names)
+        self._guard = guard
         self._calls = calls
         self._timeout_s = timeout_s
 
     def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         try:
             with self._calls.stream(context, timeout_s=self._timeout_s):
+                self._guard.check(self._guard.identify(context))
                 yield from super().ServerReflectionInfo(request_iterator, context)
-        except Overloaded as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+        except KVServiceError as error:
+            context.abort(status.to_code(error), error.message)
 
 
 def _options(limits: ServerLimits) -> list[tuple[str, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from kvservice.clock import Clock
 from kvservice.config import ServerLimits
+from kvservice.core.access import Rule
 from kvservice.core.caller import Caller
 from kvservice.core.errors import (
     Code,
@@ -29,7 +31,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.recorder import MethodRecorder, RpcRecorder, auth_reason
 from kvservice.server.faults import explained
-from kvservice.server.peers import caller_of
+from kvservice.server.guard import Credential, Guard
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
 from kvservice.wire import status
 from kvservice.wire.fragments import Joiner, frames
@@ -39,7 +41,6 @@ LOG = logging.getLogger(__name__)
 
 OURS: Final = {Code.INTERNAL, Code.DATA_LOSS}
 _FOREVER_S: Final = 1e8  # gRPC says some such number where the caller has stated no deadline
-_STATUS: Final = {code.value[0]: code for code in grpc.StatusCode}
 _KINDS: Final = {
     (False, False): "unary",
     (True, False): "client_stream",
@@ -55,6 +56,7 @@ class Method:
     Fields:
         name: As in the path.
         whole: For framed requests, the type of the message that the frames carry.
+        rule: Who may call it.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Method:
     response: type[Any]
     whole: type[Any] | None
     recorder: MethodRecorder
+    rule: Rule
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -77,8 +80,11 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         calls: OpenCalls,
         recorder: RpcRecorder,
         clock: Clock,
+        guard: Guard,
     ) -> None:
         self._service = service
+        self._guard = guard
+        self._rules = guard.rules(descriptor)
         self._limits = limits
         self._calls = calls
         self._clock = clock
@@ -107,6 +113,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             recorder=recorder.method(
                 kind, descriptor.containing_service.full_name, descriptor.name
             ),
+            rule=self._rules[descriptor.name],
         )
         if kind == "unary":
             return grpc.unary_unary_rpc_method_handler(self._unary(method))
@@ -128,7 +135,9 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 with self._calls.call(context, timeout_s=self._time_left(context)):
                     method.recorder.received()
-                    response = method.serve(_decode(method.request, raw), rpc.caller())
+                    rpc.identify()
+                    request = _decode(method.request, raw)
+                    response = method.serve(request, rpc.admit(request))
                     encoded: bytes = response.SerializeToString()
                     self._check_size(encoded)
                 method.recorder.sent()
@@ -145,11 +154,12 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             rpc = self._begin(method, context)
             try:
                 with self._calls.stream(context, timeout_s=self._time_left(context)):
-                    caller = rpc.caller()
+                    rpc.identify()
                     calls = list(self._wholes(method, raws))
                     if len(calls) != 1:
                         raise InvalidRequest(f"the stream must carry one call, got {len(calls)}")
-                    encoded: bytes = method.serve(calls[0], caller).SerializeToString()
+                    response = method.serve(calls[0], rpc.admit(calls[0]))
+                    encoded: bytes = response.SerializeToString()
                 method.recorder.sent()
                 rpc.succeed()
                 return encoded
@@ -165,7 +175,9 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 with self._calls.stream(context, timeout_s=self._time_left(context)):
                     method.recorder.received()
-                    result = method.serve(_decode(method.request, raw), rpc.caller())
+                    rpc.identify()
+                    request = _decode(method.request, raw)
+                    result = method.serve(request, rpc.admit(request))
                     for frame in frames(result, self._limits.fragment_bytes):
                         rpc.sent()
                         yield frame
@@ -186,7 +198,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         def serve(call: Any, rpc: _Rpc) -> tuple[Any, str]:
             try:
-                return method.serve(call, rpc.caller()), "OK"
+                return method.serve(call, rpc.admit(call)), "OK"
             except Exception as error:
                 told = rpc.mapped(error)
                 failed = result_type(call_id=call.call_id, error=status.to_status(told))
@@ -197,6 +209,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             idle_s = self._limits.idle_stream_s
             try:
                 with self._calls.stream(context, timeout_s=idle_s) as stream:
+                    stream.has_ended = rpc.identify()
                     for call in self._wholes(method, self._while_idle(raws, stream, idle_s)):
                         began = self._clock.monotonic()
                         result, code = serve(call, rpc)
@@ -223,11 +236,14 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             request = None
             try:
                 with self._calls.stream(context, timeout_s=idle_s) as stream:
+                    rpc.identify()
                     for raw in self._while_idle(raws, stream, idle_s):
                         method.recorder.received()
                         first = request is None
-                        request = _decode(method.request, raw)
-                        answer = method.serve(request, rpc.caller(), first=first)
+                        received = _decode(method.request, raw)
+                        caller = rpc.admit(received, again=not first)
+                        request = received
+                        answer = method.serve(request, caller, first=first)
                         rpc.sent()
                         yield answer.SerializeToString()
                     if not stream.cancelled:
@@ -271,7 +287,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _begin(self, method: Method, context: Any) -> _Rpc:
         method.recorder.started()
-        return _Rpc(method, context, self._clock)
+        return _Rpc(method, context, self._clock, self._guard)
 
     def _time_left(self, context: Any) -> float:
         """Return the seconds that a call has; those that state none get the default."""
@@ -293,14 +309,19 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 class _Rpc:
     """One call on its way: who calls, how it ends, and that it is counted and logged once."""
 
-    __slots__ = ("_caller", "_clock", "_context", "_ended", "_method", "_sent", "_started")
+    __slots__ = (
+        *("_clock", "_context", "_counted", "_credential", "_ended"),
+        *("_guard", "_method", "_sent", "_started"),
+    )
 
-    def __init__(self, method: Method, context: Any, clock: Clock) -> None:
+    def __init__(self, method: Method, context: Any, clock: Clock, guard: Guard) -> None:
         self._method = method
+        self._guard = guard
         self._context = context
         self._clock = clock
         self._started = clock.monotonic()
-        self._caller: Caller | None = None
+        self._credential: Credential | None = None
+        self._counted: str | None = None
         self._ended = False
         self._sent = False
 
@@ -311,10 +332,30 @@ class _Rpc:
             self._method.recorder.first_sent(self._clock.monotonic() - self._started)
         self._method.recorder.sent()
 
-    def caller(self) -> Caller:
-        if self._caller is None:
-            self._caller = caller_of(self._context.invocation_metadata())
-        return self._caller
+    def identify(self) -> Callable[[], bool]:
+        """Find out who calls; return what says whether that has ended meanwhile.
+
+        Raises:
+            Unauthenticated, PermissionDenied, InvalidRequest: Before anything is decoded.
+        """
+        credential = self._credential = self._guard.identify(self._context)
+        return partial(self._guard.has_ended, credential)
+
+    def admit(self, request: Any, *, again: bool = False) -> Caller:
+        """Return who makes a request. The first one counts as the tenant's call in progress.
+
+        Args:
+            again: Of a conversation that has been admitted: only its first message needs a
+                credential that still holds.
+        """
+        assert self._credential is not None, "identified before"
+        if again and self._credential.caller is not None:
+            return self._credential.caller
+        caller = self._guard.admit(self._credential, self._method.rule, request)
+        if self._counted is None:
+            self._guard.calls.begin(caller.tenant)
+            self._counted = caller.tenant
+        return caller
 
     def mapped(self, error: Exception) -> KVServiceError:
         """Return what the client is told; what nobody expected is explained in the log alone."""
@@ -332,7 +373,7 @@ class _Rpc:
             return
         ours = self.mapped(error)
         answer = status.to_trailer_status(ours)
-        self._context.set_code(_STATUS[answer.code])
+        self._context.set_code(status.to_code(ours))
         self._context.set_details(answer.message)
         self._context.set_trailing_metadata(((status.DETAILS_KEY, answer.SerializeToString()),))
         self._end(ours.code.name)
@@ -351,6 +392,8 @@ class _Rpc:
     def _end(self, code: str) -> None:
         if not self._ended:
             self._ended = True
+            if self._counted is not None:
+                self._guard.calls.end(self._counted)
             seconds = self._clock.monotonic() - self._started
             self._method.recorder.handled(code, seconds)
             self._log(logging.DEBUG, code, f"{seconds:.6f} s")

@@ -26,6 +26,8 @@ from kvservice.core.caller import Caller
 from kvservice.core.errors import InvalidRequest, KVServiceError, Overloaded
 from kvservice.core.recorder import MethodRecorder, RpcRecorder
 from kvservice.server.faults import explained
+from kvservice.server.guard import Credential, Guard, OpenGuard
+from kvservice.server.streams import PERIOD_S
 from kvservice.v1 import worker_pb2
 from kvservice.wire import status
 from kvservice.wire.fragments import Joiner, frames
@@ -37,6 +39,9 @@ TOKEN_LIFE_S: Final = 10.0
 MAX_TOKENS: Final = 1024
 _BACKLOG: Final = 128
 
+LaneOffer = tuple[tuple[str, ...], bytes]
+"""Where to connect, and what to say first."""
+
 
 class AttendService(Protocol):
     """What the lane serves."""
@@ -46,7 +51,7 @@ class AttendService(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    caller: Caller
+    credential: Credential
     ends_at: float
 
 
@@ -68,7 +73,9 @@ class LaneServer:
         limits: ServerLimits,
         clock: Clock,
         recorder: RpcRecorder,
+        guard: Guard | None = None,
     ) -> None:
+        self._guard = guard if guard is not None else OpenGuard(clock)
         self._host, self._wanted_port = host, port
         self._advertised = advertised or host
         self._limits = limits
@@ -80,6 +87,7 @@ class LaneServer:
         self._threads: set[threading.Thread] = set()
         self._listeners: list[socket.socket] = []
         self._stopping = False
+        self._stop = threading.Event()
         self._service: AttendService | None = None
         self.addresses: tuple[str, ...] = ()
 
@@ -104,9 +112,12 @@ class LaneServer:
         self.addresses = (f"{UNIX_PREFIX}{name}", f"{host}:{port}")
         for listener in self._listeners:
             self._spawn(partial(self._accept, listener), "kvservice-lane-accept")
+        if not self._guard.is_open:
+            self._spawn(self._watch, "kvservice-lane-watch")
 
     def stop(self) -> None:
         """Close everything and wait for the threads to end."""
+        self._stop.set()
         with self._lock:
             self._stopping = True
             connections = list(self._open)
@@ -120,12 +131,15 @@ class LaneServer:
         for thread in threads:
             thread.join()
 
-    def admit(self, caller: Caller) -> tuple[tuple[str, ...], bytes]:
+    def admit(self, caller: Caller) -> LaneOffer:
         """Return where to connect, and a token that lets the caller in, once.
 
         Raises:
             Overloaded: Too many tokens wait to be used.
         """
+        credential = caller.credential
+        if not isinstance(credential, Credential):  # inside this process, or in a test
+            credential = Credential(caller)
         now = self._clock.monotonic()
         with self._lock:
             for token in [t for t, one in self._admissions.items() if one.ends_at < now]:
@@ -133,7 +147,7 @@ class LaneServer:
             if len(self._admissions) >= MAX_TOKENS:
                 raise Overloaded("too many lanes are being opened", retry_delay_s=1.0)
             token = secrets.token_bytes(TOKEN_BYTES)
-            self._admissions[token] = _Admission(caller, now + TOKEN_LIFE_S)
+            self._admissions[token] = _Admission(credential, now + TOKEN_LIFE_S)
         return self.addresses, token
 
     # -- connections
@@ -191,14 +205,18 @@ class LaneServer:
         self._recorder.started()
         started, code = self._clock.monotonic(), "OK"
         try:
-            caller = self._let_in(connection.pipe)
-            if caller is None:
+            credential = self._let_in(connection.pipe)
+            if credential is None or credential.caller is None:
                 code = "UNAUTHENTICATED"
                 self._recorder.turned_away("invalid")
                 return
             assert self._service is not None
+            connection.credential = credential
             connection.pipe.socket.settimeout(self._limits.idle_stream_s)
-            connection.answer_all(caller, self._service, self._limits, self._recorder, self._clock)
+            with self._guard.calls.one(credential.caller.tenant):
+                connection.answer_all(
+                    self._guard, self._service, self._limits, self._recorder, self._clock
+                )
         except KVServiceError as error:  # of the framing: nothing sensible can follow
             code = error.code.name
             LOG.info("a lane is closed: %s", error)
@@ -213,24 +231,40 @@ class LaneServer:
                 self._open.discard(connection)
             self._recorder.handled(code, self._clock.monotonic() - started)
 
-    def _let_in(self, pipe: LanePipe) -> Caller | None:
+    def _watch(self) -> None:
+        """Close the lanes whose credential has ended."""
+        while not self._clock.wait(self._stop, PERIOD_S):
+            with self._lock:
+                connections = list(self._open)
+            for connection in connections:
+                credential = connection.credential
+                if credential is not None and self._guard.has_ended(credential):
+                    LOG.info("a lane is closed: its credential has ended")
+                    connection.pipe.close()
+
+    def _let_in(self, pipe: LanePipe) -> Credential | None:
         token = pipe.receive_token()
         with self._lock:
             admission = self._admissions.pop(token, None) if token is not None else None
         if admission is None or admission.ends_at < self._clock.monotonic():
             return None
-        return admission.caller
+        return admission.credential
 
 
 class _Connection:
-    """One lane: frames in, answers out, in order."""
+    """One lane: frames in, answers out, in order.
+
+    Fields:
+        credential: What let it in. None: nothing has yet.
+    """
 
     def __init__(self, pipe: LanePipe) -> None:
         self.pipe = pipe
+        self.credential: Credential | None = None
 
     def answer_all(
         self,
-        caller: Caller,
+        guard: Guard,
         service: AttendService,
         limits: ServerLimits,
         recorder: MethodRecorder,
@@ -238,11 +272,13 @@ class _Connection:
     ) -> None:
         """Answer calls until the peer closes. A call's error travels in its result."""
         pipe, fragment_bytes = self.pipe, limits.fragment_bytes
+        credential = self.credential
+        assert credential is not None, "let in before"
         for call in self._calls(limits.max_message_bytes):
             recorder.received()
             began, code = clock.monotonic(), "OK"
             try:
-                result = service.attend(call, caller)
+                result = service.attend(call, guard.admit_attend(credential, call))
             except Exception as error:
                 told = explained(error, "Attend")
                 answer, code = status.to_status(told), told.code.name

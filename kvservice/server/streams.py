@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -27,15 +27,17 @@ class OpenCall:
     """A call in progress. Its own thread moves `ends_at`, the watching one reads it.
 
     `cancelled` tells what gRPC does not: to its thread, a stream that was cancelled while waiting
-    may look like one that the client has ended.
+    may look like one that the client has ended. `has_ended` says whether the credential behind it
+    does not hold any more.
     """
 
-    __slots__ = ("cancelled", "context", "ends_at")
+    __slots__ = ("cancelled", "context", "ends_at", "has_ended")
 
     def __init__(self, context: Cancellable, ends_at: float) -> None:
         self.context = context
         self.ends_at = ends_at
         self.cancelled = False
+        self.has_ended: Callable[[], bool] = lambda: False
 
 
 class OpenCalls:
@@ -101,12 +103,14 @@ class OpenCalls:
                 self._num_streams -= 1
 
     def cancel_overdue(self) -> int:
-        """Cancel the calls whose time is over; return how many."""
+        """Cancel the calls whose time, or whose credential's, is over; return how many."""
         now = self._clock.monotonic()
         with self._lock:
-            overdue = [entry for entry in self._open if entry.ends_at <= now]
+            entries = list(self._open)
+        overdue = [one for one in entries if one.ends_at <= now or one.has_ended()]
         for entry in overdue:
             entry.ends_at = NEVER
+            entry.has_ended = lambda: False
             entry.cancelled = True
             entry.context.cancel()
         return len(overdue)

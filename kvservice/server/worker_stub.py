@@ -12,9 +12,10 @@ import grpc
 from google.protobuf import message_factory
 
 from kvservice.clock import Clock
-from kvservice.config import ServerLimits
 from kvservice.core.caller import Caller
 from kvservice.core.errors import KVServiceError, Unavailable
+from kvservice.server.dialing import Dialer
+from kvservice.server.guard import SERVICE, Speaker
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.peers import metadata_of
 from kvservice.v1 import manager_pb2
@@ -31,10 +32,26 @@ FAREWELL_S: Final = 2.0
 
 
 class GrpcWorkerHandle:
-    """The manager's way to a worker: one channel, connected at the first call. Thread-safe."""
+    """The manager's way to a worker: one channel, connected at the first call. Thread-safe.
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, channel_options())
+    Args:
+        dialer: None: plaintext.
+        speaker: Says on whose behalf a call is made. None: authentication is off.
+    """
+
+    def __init__(
+        self, address: str, dialer: Dialer | None = None, speaker: Speaker | None = None
+    ) -> None:
+        self._address = address
+        self._dialer = dialer if dialer is not None else Dialer()
+        self._speaker = speaker
+        self._lock = threading.Lock()
+        self._closed = False
+        self._dial()
+
+    def _dial(self) -> None:
+        self._generation = self._dialer.generation
+        self._channel = self._dialer.dial(self._address)
         self._methods: dict[str, Callable[..., Any]] = {
             method.name: self._channel.unary_unary(
                 f"/{WORKER.full_name}/{method.name}",
@@ -51,15 +68,29 @@ class GrpcWorkerHandle:
         Raises:
             KVServiceError: What the worker answers, or Unavailable, DeadlineExceeded.
         """
+        if self._generation != self._dialer.generation:
+            self._dial_again()
+        if self._speaker is None:
+            metadata = metadata_of(caller)
+        else:
+            metadata = self._speaker.metadata(caller)
         try:
-            return self._methods[method](request, timeout=timeout_s, metadata=metadata_of(caller))
+            return self._methods[method](request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error) from error
         except ValueError as error:  # the channel has been closed meanwhile
             raise Unavailable(f"the connection is closed: {error}") from error
 
     def close(self) -> None:
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            self._channel.close()
+
+    def _dial_again(self) -> None:
+        """Connect with the certificates that there are now. Calls on the old channel go on."""
+        with self._lock:
+            if not self._closed and self._generation != self._dialer.generation:
+                self._dial()
 
 
 class HeartbeatLoop:
@@ -75,16 +106,22 @@ class HeartbeatLoop:
         manager_address: str,
         *,
         clock: Clock,
+        dialer: Dialer | None = None,
+        speaker: Speaker | None = None,
         drain: Callable[[float], None] = lambda _: None,
     ) -> None:
         """
         Args:
+            dialer: None: plaintext.
+            speaker: Says who we are. None: authentication is off.
             drain: Is told within how many seconds the worker is to leave, when the manager says so.
         """
         self._source = source
         self._drain = drain
         self._leaving = False
         self._address = manager_address
+        self._dialer = dialer if dialer is not None else Dialer()
+        self._speaker = speaker
         self._clock = clock
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -111,10 +148,14 @@ class HeartbeatLoop:
             self._thread.join()
 
     def _run(self) -> None:
-        channel = grpc.insecure_channel(self._address, channel_options())
+        generation, channel = self._dialer.generation, self._dialer.dial(self._address)
         try:
             backoff_s = MIN_BACKOFF_S
             while not self._stop.is_set():
+                if generation != self._dialer.generation:
+                    channel.close()
+                    generation = self._dialer.generation
+                    channel = self._dialer.dial(self._address)
                 try:
                     self._stream(channel)
                 except KVServiceError as error:
@@ -171,27 +212,8 @@ class HeartbeatLoop:
             manager_pb2.HeartbeatResponse.FromString,
         )
         with self._lock:
-            self._call = method(requests)
+            metadata = () if self._speaker is None else self._speaker.metadata(SERVICE)
+            self._call = method(requests, metadata=metadata)
             if self._stop.is_set():
                 self._call.cancel()
             return self._call
-
-
-def channel_options() -> list[tuple[str, int]]:
-    """Return how manager and workers connect: a dead peer is noticed within seconds."""
-    frame = ServerLimits().max_frame_bytes + (64 << 10)
-    return [
-        ("grpc.keepalive_time_ms", 2000),
-        ("grpc.keepalive_timeout_ms", 1000),
-        # Without it a peer that acknowledges TCP but answers nothing is noticed after a minute.
-        ("grpc.http2.ping_timeout_ms", 1000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_send_message_length", frame),
-        ("grpc.max_receive_message_length", frame),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 500),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.enable_retries", 0),
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]

@@ -84,20 +84,22 @@ class SessionSpec(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., page_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica_count: _Optional[int] = ..., spread: _Optional[int] = ...) -> None: ...
 
 class Extent(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "followed_by")
+    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STARTS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
     starts: _containers.RepeatedScalarFieldContainer[int]
     stops: _containers.RepeatedScalarFieldContainer[int]
+    capability: bytes
     followed_by: str
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ...) -> None: ...
 
 class LayerLengths(_message.Message):
     __slots__ = ("lengths",)
@@ -238,20 +240,22 @@ class AllocateResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "token_count", "expected_lengths", "followed_by")
+    __slots__ = ("session_id", "incarnation", "epoch", "token_count", "expected_lengths", "capability", "followed_by")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     token_count: int
     expected_lengths: _containers.RepeatedScalarFieldContainer[int]
+    capability: bytes
     followed_by: str
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., token_count: _Optional[int] = ..., expected_lengths: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., token_count: _Optional[int] = ..., expected_lengths: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
     __slots__ = ("session",)
@@ -260,20 +264,22 @@ class AppendResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class PopRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "keep", "expected_lengths", "check_only")
+    __slots__ = ("session_id", "incarnation", "epoch", "keep", "expected_lengths", "check_only", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     keep: _containers.RepeatedScalarFieldContainer[int]
     expected_lengths: _containers.RepeatedScalarFieldContainer[int]
     check_only: bool
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ..., expected_lengths: _Optional[_Iterable[int]] = ..., check_only: bool = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ..., expected_lengths: _Optional[_Iterable[int]] = ..., check_only: bool = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class PopResponse(_message.Message):
     __slots__ = ("session",)
@@ -282,16 +288,18 @@ class PopResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "check_only")
+    __slots__ = ("session_id", "incarnation", "epoch", "check_only", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     check_only: bool
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., check_only: bool = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., check_only: bool = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
     __slots__ = ("session",)
@@ -300,18 +308,20 @@ class ResetResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class SelectRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "rows", "check_only")
+    __slots__ = ("session_id", "incarnation", "epoch", "rows", "check_only", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     rows: _containers.RepeatedScalarFieldContainer[int]
     check_only: bool
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., check_only: bool = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ..., check_only: bool = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class SelectResponse(_message.Message):
     __slots__ = ("session",)
@@ -320,7 +330,7 @@ class SelectResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ForkRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "new_session_id", "token_count", "ttl", "clip")
+    __slots__ = ("session_id", "incarnation", "epoch", "new_session_id", "token_count", "ttl", "clip", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +338,7 @@ class ForkRequest(_message.Message):
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     CLIP_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
@@ -335,7 +346,8 @@ class ForkRequest(_message.Message):
     token_count: int
     ttl: _duration_pb2.Duration
     clip: bool
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., new_session_id: _Optional[str] = ..., token_count: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., clip: bool = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., new_session_id: _Optional[str] = ..., token_count: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., clip: bool = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class ForkResponse(_message.Message):
     __slots__ = ("session",)
@@ -344,14 +356,16 @@ class ForkResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch")
+    __slots__ = ("session_id", "incarnation", "epoch", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("session",)
@@ -360,10 +374,12 @@ class AttachResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_ids",)
+    __slots__ = ("session_ids", "capabilities")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("released_count",)
@@ -372,22 +388,28 @@ class ReleaseResponse(_message.Message):
     def __init__(self, released_count: _Optional[int] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
-    __slots__ = ("session_ids",)
+    __slots__ = ("session_ids", "capabilities")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RenewLeaseResponse(_message.Message):
-    __slots__ = ("missing_session_ids",)
+    __slots__ = ("missing_session_ids", "capabilities")
     MISSING_SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     missing_session_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, missing_session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, missing_session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
-    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
     __slots__ = ("session",)
@@ -412,8 +434,12 @@ class ListSessionsResponse(_message.Message):
     def __init__(self, sessions: _Optional[_Iterable[_Union[Session, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class PageStatsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("session_id", "capability")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class PageStatsResponse(_message.Message):
     __slots__ = ("workers",)

@@ -63,7 +63,7 @@ class AttendRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[AttendCall, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
 
 class AttendCall(_message.Message):
-    __slots__ = ("call_id", "session_id", "incarnation", "epoch", "step", "layer", "header", "q", "k", "v", "positions", "query_counts", "query_positions", "mask", "scale", "softcap", "sinks", "bias", "column_starts", "partial")
+    __slots__ = ("call_id", "session_id", "incarnation", "epoch", "step", "layer", "header", "q", "k", "v", "positions", "query_counts", "query_positions", "mask", "scale", "softcap", "sinks", "bias", "column_starts", "partial", "capability")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class AttendCall(_message.Message):
     BIAS_FIELD_NUMBER: _ClassVar[int]
     COLUMN_STARTS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     session_id: str
     incarnation: str
@@ -104,7 +105,8 @@ class AttendCall(_message.Message):
     bias: _types_pb2.Tensor
     column_starts: _containers.RepeatedScalarFieldContainer[int]
     partial: bool
-    def __init__(self, call_id: _Optional[int] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., header: _Optional[_Union[StepHeader, _Mapping]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., query_counts: _Optional[_Iterable[int]] = ..., query_positions: _Optional[_Iterable[int]] = ..., mask: _Optional[_Union[Mask, _Mapping]] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., sinks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., column_starts: _Optional[_Iterable[int]] = ..., partial: bool = ...) -> None: ...
+    capability: bytes
+    def __init__(self, call_id: _Optional[int] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., header: _Optional[_Union[StepHeader, _Mapping]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., query_counts: _Optional[_Iterable[int]] = ..., query_positions: _Optional[_Iterable[int]] = ..., mask: _Optional[_Union[Mask, _Mapping]] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., sinks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., column_starts: _Optional[_Iterable[int]] = ..., partial: bool = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ("result", "fragment")
@@ -135,7 +137,7 @@ class WriteRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[WriteCall, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
 
 class WriteCall(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "layer", "k", "v", "rows", "positions", "padding", "number")
+    __slots__ = ("session_id", "incarnation", "epoch", "layer", "k", "v", "rows", "positions", "padding", "capability", "number")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +147,7 @@ class WriteCall(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
@@ -155,8 +158,9 @@ class WriteCall(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[int]
     positions: _containers.RepeatedScalarFieldContainer[int]
     padding: _containers.RepeatedCompositeFieldContainer[_types_pb2.RowRange]
+    capability: bytes
     number: int
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., capability: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("lengths",)
@@ -165,20 +169,22 @@ class WriteResponse(_message.Message):
     def __init__(self, lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "layer", "start", "stop")
+    __slots__ = ("session_id", "incarnation", "epoch", "layer", "start", "stop", "capability")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     layer: int
     start: int
     stop: int
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
     __slots__ = ("result", "fragment")
@@ -199,8 +205,12 @@ class ReadResult(_message.Message):
     def __init__(self, k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenLaneRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("session_id", "capability")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class OpenLaneResponse(_message.Message):
     __slots__ = ("addresses", "token")

@@ -151,6 +151,7 @@ def extent_to_pb(extent: core.Extent) -> types_pb2.Extent:
         starts=extent.starts,
         stops=extent.stops,
         followed_by=extent.followed_by,
+        capability=extent.capability,
     )
 
 
@@ -159,7 +160,13 @@ def extent_from_pb(pb: types_pb2.Extent) -> core.Extent:
     if starts and len(starts) != len(stops):
         raise InvalidRequest(f"an extent has {len(starts)} starts, but {len(stops)} stops")
     return core.Extent(
-        pb.worker_id, pb.address, pb.incarnation, starts, stops, incarnation_from_pb(pb.followed_by)
+        pb.worker_id,
+        pb.address,
+        pb.incarnation,
+        starts,
+        stops,
+        incarnation_from_pb(pb.followed_by),
+        pb.capability,
     )
 
 

@@ -20,6 +20,8 @@ from kvservice.core.errors import DOMAIN, KVServiceError
 DETAILS_KEY: Final = "grpc-status-details-bin"
 """The trailing metadata that carries the status, as gRPC libraries of all languages have it."""
 
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
 MAX_TRAILER_BYTES: Final = 4096
 """Peers refuse trailing metadata beyond 8 KiB by default; the message travels beside this."""
 
@@ -72,6 +74,11 @@ def _cut(text: str, num_bytes: int) -> str:
     if len(data) <= num_bytes:
         return text
     return data[: max(num_bytes - 3, 0)].decode(errors="ignore") + "..."
+
+
+def to_code(error: KVServiceError) -> grpc.StatusCode:
+    """Return the error's code as gRPC has it."""
+    return _CODES[error.code.value]
 
 
 def from_status(status: status_pb2.Status) -> KVServiceError:

@@ -18,7 +18,7 @@ SOURCE_ROOTS = {
 }
 
 WIRE = {"kvservice.core", "kvservice.v1", "kvservice.wire", "kvservice.clock"}
-SHELL = {"kvservice.config", "kvservice.metrics", "kvservice.server"}
+SHELL = {"kvservice.config", "kvservice.credentials", "kvservice.metrics", "kvservice.server"}
 WORKERS = {"kvservice_workers", "kvservice_workers.data_plane"}
 
 # Part -> the parts it may import besides itself. A module belongs to the longest name that is a
@@ -30,11 +30,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvservice.clock": set(),
     "kvservice.wire": {"kvservice.core", "kvservice.v1"},
     "kvservice.config": {"kvservice.core"},
+    "kvservice.credentials": {"kvservice.core", "kvservice.clock", "kvservice.config"},
+    "kvservice.certificates": {"kvservice.core", "kvservice.config", "kvservice.credentials"},
     "kvservice.metrics": {"kvservice.core", "kvservice.clock", "kvservice.config"},
     "kvservice.tables": {"kvservice.core"},
     "kvservice.manager": WIRE,
     "kvservice.server": WIRE | SHELL,
-    "kvservice.runtime": WIRE | SHELL | WORKERS | {"kvservice.manager"},
+    "kvservice.runtime": WIRE | SHELL | WORKERS | {"kvservice.manager", "kvservice.certificates"},
     "kvservice_workers": {"kvservice.core", "kvservice.clock"},
     "kvservice_workers.data_plane": WIRE | WORKERS,
     "kvservice_client": WIRE,
@@ -69,6 +71,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "numpy": ("kvservice_workers.*", "kvservice_client.*", "kvservice.wire.*", "kvservice.demo*"),
     "jax": ("kvservice_client.functional",),
     "transformers": ("kvservice_client.hf*", "kvservice_client._hf*", "kvservice.demo*"),
+    "cryptography": ("kvservice.certificates",),
     "prometheus_client": ("kvservice.metrics*",),
     "rich": ("kvservice.cli*", "kvservice.demo*"),
     "google": (

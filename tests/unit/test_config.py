@@ -13,6 +13,7 @@ from kvservice.config import (
     Budget,
     ConfigError,
     ManagerSettings,
+    Security,
     ServerLimits,
     WorkerSettings,
     format_size,
@@ -84,7 +85,11 @@ def test_settings_that_cannot_be_are_refused(make: Callable[[], object], text: s
 def test_defaults_can_be() -> None:
     """What nobody has set is good as it stands; all addresses may be listened on, if told apart."""
     assert ManagerSettings().limits == ServerLimits()
-    assert WorkerSettings("w0", 1 << 20, host="0.0.0.0", advertise_host="10.0.0.1").port == 0
+    open_to_all = Security(insecure=True)
+    everywhere = WorkerSettings(
+        "w0", 1 << 20, host="0.0.0.0", advertise_host="10.0.0.1", security=open_to_all
+    )
+    assert everywhere.port == 0
 
 
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:        1 kB\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvservice.core.errors import OutOfPages
 
@@ -19,8 +19,19 @@ class PagePool:
       2. A page is in the free list exactly if its reference count is 0, and is there once.
     """
 
-    def __init__(self, page_size: int, total: int = 0) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        total: int = 0,
+        *,
+        on_unused: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            on_unused: Told of pages that have become unused, before anybody can take them.
+        """
         self.page_size = page_size
+        self._on_unused = on_unused
         self._refcounts: list[int] = []
         self._unused: list[int] = []
         self._num_reserved = 0
@@ -98,15 +109,17 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> int:
         """Drop one reference to each page; return how many became unused."""
-        freed = 0
+        freed = []
         for page in reversed(pages):
             count = self._refcounts[page]
             assert count > 0, f"page {page} is not used"
             self._refcounts[page] = count - 1
             if count == 1:
-                self._unused.append(page)
-                freed += 1
-        return freed
+                freed.append(page)
+        if freed and self._on_unused is not None:
+            self._on_unused(freed)
+        self._unused += freed
+        return len(freed)
 
     def clear(self) -> None:
         """Forget all pages, none of which is used or promised."""

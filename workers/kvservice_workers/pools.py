@@ -10,9 +10,11 @@ import torch
 
 from kvservice.core.errors import OutOfPages
 from kvservice.core.geometry import LayerGeometry
+from kvservice.core.quota import QuotaOf, unlimited
 from kvservice_workers.arena import Arena, page_bytes
 from kvservice_workers.page_pool import PagePool
 from kvservice_workers.page_table import PageCopy
+from kvservice_workers.usage import TenantUsage
 
 # Pages that a pool grows by at least, where the budget allows.
 MIN_GROWTH = 8
@@ -27,11 +29,19 @@ class Pool:
       1. Every arena has room for exactly the pages of `pages`.
     """
 
-    def __init__(self, ordinal: int, key: Hashable, page_size: int, *, private: bool) -> None:
+    def __init__(
+        self,
+        ordinal: int,
+        key: Hashable,
+        page_size: int,
+        *,
+        private: bool,
+        zero_freed: bool = False,
+    ) -> None:
         self.ordinal = ordinal
         self.key = key
         self.private = private
-        self.pages = PagePool(page_size)
+        self.pages = PagePool(page_size, on_unused=self.zero_pages if zero_freed else None)
         self.arenas: dict[int, Arena] = {}
         self.num_users = 0  # sessions
         # Held by whoever writes to the arenas or moves them.
@@ -69,8 +79,22 @@ class PoolSet:
       2. A private pool without users does not exist.
     """
 
-    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        device: torch.device,
+        *,
+        quota_of: QuotaOf = unlimited,
+        zero_freed: bool = False,
+    ) -> None:
+        """
+        Args:
+            quota_of: What each tenant may have.
+            zero_freed: Overwrite pages as soon as nothing holds them any more.
+        """
         self.budget_bytes = budget_bytes
+        self.usage = TenantUsage(quota_of)
+        self._zero_freed = zero_freed
         self._device = device
         self._pools: dict[Hashable, Pool] = {}
         self._given_back: list[int] = []  # ordinals of pools that are gone, a heap
@@ -92,7 +116,7 @@ class PoolSet:
         if pool is None:
             # The lowest free number: it is a label of metrics, which must not be ever new ones.
             ordinal = heapq.heappop(self._given_back) if self._given_back else len(self._pools)
-            pool = Pool(ordinal, key, page_size, private=private)
+            pool = Pool(ordinal, key, page_size, private=private, zero_freed=self._zero_freed)
             self._pools[key] = pool
         pool.num_users += 1
         return pool

@@ -22,7 +22,8 @@ class Promises:
         """Promise a session room for rows of these lengths, instead of what it was promised.
 
         Raises:
-            OutOfPages, InvalidRequest: There is not, or never, so much. Nothing has changed.
+            OutOfPages, QuotaExceeded, InvalidRequest: There is not, the tenant may not have, or
+                there never is so much. Nothing has changed.
         """
         if targets is None and session.targets is None:
             return
@@ -34,6 +35,9 @@ class Promises:
             change += session.promise_of(group) - group.promised
             changes[id(group.pool)] = (pool, change)
         try:
+            self._pools.usage.check_pages(
+                session.tenant, sum(change for _, change in changes.values())
+            )
             self._make_stated_arenas(session)
             for pool, change in changes.values():
                 if change > 0:
@@ -45,6 +49,7 @@ class Promises:
         for group in session.groups.values():
             promise = session.promise_of(group)
             group.pool.pages.take(0, promise_change=promise - group.promised)
+            self._pools.usage.change_pages(session.tenant, promise - group.promised)
             group.promised = promise
 
     def promise_again(self, session: WorkerSession, targets: Sequence[int] | None) -> None:
@@ -59,15 +64,20 @@ class Promises:
         """Make sure that a reservation holds for new rows, all of whose pages may be shared.
 
         Raises:
-            OutOfPages: Nothing has changed.
+            OutOfPages, QuotaExceeded: Nothing has changed.
         """
         if session.targets is None:
             return
-        for group in session.groups.values():
+        most_of = {}
+        for window, group in session.groups.items():
             entries = [len(table.entries) for table in group.tables]
-            most = sum(
+            most_of[window] = sum(
                 session.row_promise(group, row, entries[row], entries[row] > 0) for row in rows
             )
+        promised = sum(group.promised for group in session.groups.values())
+        self._pools.usage.check_pages(session.tenant, sum(most_of.values()) - promised)
+        for window, group in session.groups.items():
+            most = most_of[window]
             if most > group.promised:
                 self._pools.make_room(
                     group.pool,

@@ -47,12 +47,14 @@ class Provision:
             count: Told (pages taken, pages that eviction has freed).
 
         Raises:
-            OutOfPages: Nothing has changed.
+            OutOfPages, QuotaExceeded: Nothing has changed.
         """
         if not self.needs and not self.evictions:
             return
         groups = {id(group): group for group, *_ in [*self.needs, *self.evictions]}
         promises = {key: self._promise_after(group) for key, group in groups.items()}
+        grown = sum(promises[key] - group.promised for key, group in groups.items())
+        pools.usage.check_pages(self.session.tenant, grown + self._most_taken())
         self._make_room(pools, groups.values(), promises)
         evicted = 0
         for group, row, num_pages in self.evictions:
@@ -66,6 +68,14 @@ class Provision:
                 group.promised = promises[key]
         taken = sum(self._fill(group, row, need) for group, row, need in self.needs)
         count(taken, evicted)
+        pools.usage.change_pages(self.session.tenant, grown + taken - evicted)
+
+    def _most_taken(self) -> int:
+        """Return by how many pages the session grows at most: evicted ones are given up before."""
+        taken = sum(need.num_pages for *_, need in self.needs)
+        return taken - sum(
+            group.tables[row].count_evictable(num) for group, row, num in self.evictions
+        )
 
     def _make_room(
         self, pools: PoolSet, groups: Iterable[LayerGroup], promises: Mapping[int, int]

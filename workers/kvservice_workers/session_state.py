@@ -18,6 +18,7 @@ from kvservice.core.errors import (
     StaleEpoch,
 )
 from kvservice.core.geometry import HOLE, MAX_LAYERS, LayerGeometry, cdiv
+from kvservice.core.quota import UNLIMITED
 from kvservice.core.session import SessionSpec, StepHeader
 from kvservice_workers.arena import Arena
 from kvservice_workers.attention.batch import PagedBatch
@@ -124,6 +125,7 @@ class WorkerSession:
         self.followed_by = ""  # the incarnation on which the session goes on; empty: it ends here
         self.last_write = 0  # number of the newest Write of this epoch
         self.ttl_s = spec.ttl_s
+        self.quota = UNLIMITED  # of its tenant, when it was opened
         for layer, stated in enumerate(spec.layers):
             if stated.geometry is not None:
                 self.geometries[layer] = stated.geometry
@@ -131,6 +133,10 @@ class WorkerSession:
     @property
     def num_rows(self) -> int:
         return len(self.padding)
+
+    @property
+    def tenant(self) -> str:
+        return self.key[0]
 
     # -- reading
 
@@ -236,6 +242,7 @@ class WorkerSession:
             )
 
     def check_bound(self, row: int, length: int) -> None:
+        self.quota.check("tokens", length)
         bound = self.spec.max_tokens
         if bound is not None and length > bound:
             raise PositionOutOfRange(

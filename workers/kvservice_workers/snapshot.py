@@ -35,6 +35,7 @@ class WorkerConfig:
     address: str = ""
     device: str = "cpu"
     max_sessions: int = 20_000
+    zero_freed_pages: bool = False
 
 
 def session_info(config: WorkerConfig, session: WorkerSession) -> SessionInfo:
@@ -142,6 +143,22 @@ def check_accounts(sessions: Collection[WorkerSession], pools: PoolSet, counters
         assert promised[pool.ordinal] == pool.pages.num_reserved, "promises do not sum"
         for page in range(pool.pages.total):
             assert pool.pages.refcount(page) == held[pool.ordinal][page], f"page {page}"
+    tenants: Counter[str] = Counter()
+    for session in sessions:
+        tenants[session.tenant] += sum(group.promised for group in session.groups.values())
+    # A page belongs to the one tenant whose tables list it.
+    owners = {
+        (group.pool.ordinal, page): session.tenant
+        for session in sessions
+        for group in session.groups.values()
+        for table in group.tables
+        for page in table.entries
+        if page != HOLE
+    }
+    tenants.update(owners.values())
+    assert +tenants == pools.usage.pages, "tenants' pages do not sum"
+    opened = Counter(session.tenant for session in sessions)
+    assert opened == pools.usage.sessions, "tenants' sessions do not sum"
     freed = sum(counters.page_frees.values())
     assert counters.page_allocations - freed == used, "allocations - frees != used"
 

@@ -49,7 +49,7 @@ class Structure:
     def free(self, session: WorkerSession, reason: str) -> None:
         """Give back all that a session holds, because of `reason`."""
         freed = sum(table.cut(0) for group in session.groups.values() for table in group.tables)
-        self._counters.page_frees[reason] += freed
+        self._count_freed(session, freed, reason)
         self._promises.promise(session, None)
         for group in session.groups.values():
             self._pools.close(group.pool)
@@ -62,7 +62,7 @@ class Structure:
         for group in session.groups.values():
             for row, table in enumerate(group.tables):
                 freed = table.cut(cdiv(keep[row], group.page_size))
-                self._counters.page_frees[reason] += freed
+                self._count_freed(session, freed, reason)
                 reach = cdiv(keep[row], group.page_size) * group.page_size
                 group.evicted[row] = min(group.evicted[row], reach) if keep[row] else 0
             group.changed()
@@ -90,7 +90,7 @@ class Structure:
             group.tables = [old[row].share() for row in rows]
             group.evicted = [group.evicted[row] for row in rows]
             group.changed()
-            self._counters.page_frees["select"] += sum(table.cut(0) for table in old)
+            self._count_freed(session, sum(table.cut(0) for table in old), "select")
         session.padding = [session.padding[row].copy() for row in rows]
         if session.starts is not None:
             session.starts = [session.starts[row] for row in rows]
@@ -173,6 +173,10 @@ class Structure:
                 if token_count < length:
                     parent.check_visible_after_cut(group, row, token_count)
         return [min(length, token_count) for length in longest]
+
+    def _count_freed(self, session: WorkerSession, num_pages: int, reason: str) -> None:
+        self._counters.page_frees[reason] += num_pages
+        self._pools.usage.change_pages(session.tenant, -num_pages)
 
     def _settle_starts(self, session: WorkerSession, keep: Sequence[int]) -> None:
         """Let an extent that was cut below its start begin where the row ends now; if the cut has

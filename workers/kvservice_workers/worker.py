@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,9 +16,11 @@ from kvservice.core.errors import (
     InvalidRequest,
     KVServiceError,
     OutOfPages,
+    QuotaExceeded,
     StaleEpoch,
     TooManySessions,
 )
+from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.core.session import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -69,11 +71,22 @@ class PageWorker:
       4. Pages taken - pages freed = pages used.
     """
 
-    def __init__(self, config: WorkerConfig, *, clock: Clock) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, clock: Clock, quota_of: QuotaOf = unlimited
+    ) -> None:
+        """
+        Args:
+            quota_of: What each tenant may have here.
+        """
         self.config = config
         self._lock = threading.RLock()
         self._sessions = SessionTable(clock)
-        self._pools = PoolSet(config.budget_bytes, torch.device(config.device))
+        self._pools = PoolSet(
+            config.budget_bytes,
+            torch.device(config.device),
+            quota_of=quota_of,
+            zero_freed=config.zero_freed_pages,
+        )
         self._counters = Counters()
         self._promises = Promises(self._pools)
         self._structure = Structure(self._pools, self._promises, self._counters)
@@ -120,7 +133,9 @@ class PageWorker:
                 self._counters.replays["Allocate"] += 1
                 return self._info(existing)
             self._admit()
-            session = WorkerSession(key, spec, origin)
+            with self._counting_refusals():
+                self._pools.usage.check_sessions(tenant, spec)
+            session = self._new_session(key, spec, origin)
             session.epoch = epoch or 1
             if extent_starts:
                 session.starts = list(extent_starts)
@@ -134,7 +149,7 @@ class PageWorker:
                 self._structure.free(session, "release")
                 self._count_failure(error)
                 raise
-            self._sessions.add(session)
+            self._add(session)
             return self._info(session)
 
     def fork(
@@ -170,16 +185,17 @@ class PageWorker:
                 return self._info(existing)
             parent.check_epoch(epoch)
             keep = self._structure.fork_lengths(parent, token_count, clip=clip)
-            self._admit()
             spec = replace(
                 parent.spec,
                 num_rows=parent.num_rows,
                 reserve_tokens=None,
                 ttl_s=ttl_s or parent.ttl_s,
             )
-            child = WorkerSession(key, spec, origin)
+            self._admit()
+            self._pools.usage.check_sessions(tenant, spec)
+            child = self._new_session(key, spec, origin)
             self._structure.fork(parent, child, keep, token_count)
-            self._sessions.add(child)
+            self._add(child)
             return self._info(child)
 
     def attach(self, tenant: str, session_id: str, epoch: int | None = None) -> SessionInfo:
@@ -219,6 +235,12 @@ class PageWorker:
                 else:
                     self._sessions.renew(session)
         return missing
+
+    def find_ttl_s(self, tenant: str, session_id: str) -> float | None:
+        """Return how long a session's lease runs, in seconds; None if there is no such session."""
+        with self._lock:
+            session = self._sessions.find(tenant, session_id)
+            return None if session is None else session.ttl_s
 
     def expire(self) -> int:
         """Free the sessions whose lease is over; return how many. Costs O(expired).
@@ -388,6 +410,7 @@ class PageWorker:
                 raise InvalidRequest(f"between 1 and {MAX_ROWS} rows, got {len(rows)}")
             if min(rows) < 0 or max(rows) >= session.num_rows:
                 raise InvalidRequest(f"rows must be below {session.num_rows}, got {list(rows)}")
+            session.quota.check("rows", len(rows))
             if not check_only:
                 self._structure.select(session, rows)
                 self._apply(session, change)
@@ -562,6 +585,17 @@ class PageWorker:
         with self._lock:
             self._sessions.renew(session)
 
+    def _new_session(
+        self, key: tuple[str, str], spec: SessionSpec, origin: Hashable
+    ) -> WorkerSession:
+        session = WorkerSession(key, spec, origin)
+        session.quota = self._pools.usage.quota_of(session.tenant)
+        return session
+
+    def _add(self, session: WorkerSession) -> None:
+        self._sessions.add(session)
+        self._pools.usage.change_sessions(session.tenant, 1)
+
     def _admit(self) -> None:
         if self._draining:
             self._counters.allocation_failures["draining"] += 1
@@ -578,6 +612,7 @@ class PageWorker:
         self._counters.timings.session_pages.observe(session.num_pages)
         self._structure.free(session, reason)
         self._sessions.remove(session, expired=reason == "lease_expired")
+        self._pools.usage.change_sessions(session.tenant, -1)
 
     def _is_repeat(self, session: WorkerSession, epoch: int, change: Change) -> bool:
         """Return whether a structural change has been applied already.
@@ -613,7 +648,7 @@ class PageWorker:
         """Count what is refused for lack of room, or because somebody has changed the session."""
         try:
             yield
-        except OutOfPages as error:
+        except (OutOfPages, QuotaExceeded) as error:
             self._count_failure(error)
             raise
         except StaleEpoch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvservice.core.access import Rights
 from kvservice.core.caller import Caller, Role
 from kvservice.core.errors import InvalidRequest, StaleWorker, Unimplemented
 from kvservice.core.session import SessionInfo, check_session_id
@@ -20,6 +21,9 @@ from kvservice_workers.worker import PageWorker
 Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
 """Returns where the lane is, and a token that lets the caller in, once."""
 
+Issue = Callable[[Caller, str, float, Rights], bytes]
+"""Returns the capability of a caller for a session: its id, its ttl in seconds, what it allows."""
+
 
 class WorkerService:
     """One method per RPC: `(request, caller) -> response`, raising errors of the tree.
@@ -27,14 +31,18 @@ class WorkerService:
     Thread-safe, as the worker is.
     """
 
-    def __init__(self, worker: PageWorker, admit: Admit | None = None) -> None:
+    def __init__(
+        self, worker: PageWorker, admit: Admit | None = None, issue: Issue | None = None
+    ) -> None:
         """Serve a worker.
 
         Args:
             admit: Lets a caller onto the worker's lane. None: there is none.
+            issue: Makes capabilities. None: nobody wants any.
         """
         self._worker = worker
         self._admit = admit
+        self._issue = issue
         self._incarnation = worker.config.incarnation
 
     # Sessions
@@ -54,7 +62,7 @@ class WorkerService:
             extent_starts=starts,
             epoch=not_negative([request.epoch], "epoch")[0],
         )
-        return types_pb2.AllocateResponse(session=session_to_pb(info))
+        return types_pb2.AllocateResponse(session=self._answer(info, caller))
 
     def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
         self._check_incarnation(request.incarnation)
@@ -73,7 +81,7 @@ class WorkerService:
             at_least_one(request.token_count, "token_count"),
             not_negative(request.expected_lengths, "expected_lengths"),
         )
-        return types_pb2.AppendResponse(session=session_to_pb(info))
+        return types_pb2.AppendResponse(session=self._answer(info, caller))
 
     def pop(self, request: types_pb2.PopRequest, caller: Caller) -> types_pb2.PopResponse:
         self._check_incarnation(request.incarnation)
@@ -85,7 +93,7 @@ class WorkerService:
             not_negative(request.expected_lengths, "expected_lengths"),
             check_only=request.check_only,
         )
-        return types_pb2.PopResponse(session=session_to_pb(info))
+        return types_pb2.PopResponse(session=self._answer(info, caller))
 
     def reset(self, request: types_pb2.ResetRequest, caller: Caller) -> types_pb2.ResetResponse:
         self._check_incarnation(request.incarnation)
@@ -95,7 +103,7 @@ class WorkerService:
             at_least_one(request.epoch, "epoch"),
             check_only=request.check_only,
         )
-        return types_pb2.ResetResponse(session=session_to_pb(info))
+        return types_pb2.ResetResponse(session=self._answer(info, caller))
 
     def select(self, request: types_pb2.SelectRequest, caller: Caller) -> types_pb2.SelectResponse:
         self._check_incarnation(request.incarnation)
@@ -108,7 +116,7 @@ class WorkerService:
             not_negative(request.rows, "rows"),
             check_only=request.check_only,
         )
-        return types_pb2.SelectResponse(session=session_to_pb(info))
+        return types_pb2.SelectResponse(session=self._answer(info, caller))
 
     def fork(self, request: types_pb2.ForkRequest, caller: Caller) -> types_pb2.ForkResponse:
         self._check_incarnation(request.incarnation)
@@ -122,7 +130,7 @@ class WorkerService:
             ttl_s=convert.seconds_from_pb(request.ttl, "ttl") if request.HasField("ttl") else None,
             clip=request.clip,
         )
-        return types_pb2.ForkResponse(session=session_to_pb(info))
+        return types_pb2.ForkResponse(session=self._answer(info, caller))
 
     def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
         self._check_incarnation(request.incarnation)
@@ -131,7 +139,7 @@ class WorkerService:
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
         )
-        return types_pb2.AttachResponse(session=session_to_pb(info))
+        return types_pb2.AttachResponse(session=self._answer(info, caller))
 
     def release(
         self, request: types_pb2.ReleaseRequest, caller: Caller
@@ -144,7 +152,14 @@ class WorkerService:
     ) -> types_pb2.RenewLeaseResponse:
         ids = convert.session_ids_from_pb(request.session_ids)
         missing = self._worker.renew(caller.tenant, ids)
-        return types_pb2.RenewLeaseResponse(missing_session_ids=missing)
+        response = types_pb2.RenewLeaseResponse(missing_session_ids=missing)
+        if self._issue is not None:
+            for session_id in ids:
+                ttl_s = self._worker.find_ttl_s(caller.tenant, session_id)
+                response.capabilities.append(
+                    b"" if ttl_s is None else self._issue(caller, session_id, ttl_s, Rights.WRITE)
+                )
+        return response
 
     # Looking
 
@@ -152,7 +167,7 @@ class WorkerService:
         self, request: types_pb2.GetSessionRequest, caller: Caller
     ) -> types_pb2.GetSessionResponse:
         info = self._worker.get(caller.tenant, session_id_from_pb(request.session_id))
-        return types_pb2.GetSessionResponse(session=session_to_pb(info))
+        return types_pb2.GetSessionResponse(session=self._answer(info, caller, Rights.READ))
 
     def list_sessions(
         self, request: types_pb2.ListSessionsRequest, caller: Caller
@@ -171,8 +186,16 @@ class WorkerService:
     def page_stats(
         self, request: types_pb2.PageStatsRequest, caller: Caller
     ) -> types_pb2.PageStatsResponse:
-        del request, caller
+        del request
         stats = convert.stats_to_pb(self._worker.stats())
+        if caller.role is Role.TENANT:  # what others do here is nothing that it may know
+            stats = types_pb2.WorkerStats(
+                worker_id=stats.worker_id,
+                incarnation=stats.incarnation,
+                address=stats.address,
+                device=stats.device,
+                draining=stats.draining,
+            )
         return types_pb2.PageStatsResponse(workers=[stats])
 
     # The data path
@@ -222,6 +245,17 @@ class WorkerService:
             raise Unimplemented("this worker has no lane; Attend goes by gRPC")
         addresses, token = self._admit(caller)
         return worker_pb2.OpenLaneResponse(addresses=addresses, token=token)
+
+    def _answer(
+        self, info: SessionInfo, caller: Caller, rights: Rights = Rights.WRITE
+    ) -> types_pb2.Session:
+        """Return a session as it is told, with the right to it."""
+        session = session_to_pb(info)
+        if self._issue is not None:
+            capability = self._issue(caller, info.session_id, info.spec.ttl_s, rights)
+            for extent in session.extents:
+                extent.capability = capability
+        return session
 
     def _check_incarnation(self, incarnation: str) -> None:
         if incarnation and incarnation != self._incarnation:

@@ -1,0 +1,96 @@
+"""A process's secret files, opened once, and what is made of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from kvservice.clock import Clock
+from kvservice.config import ConfigError, Security
+from kvservice.core.caller import Caller
+from kvservice.core.capability import Keyring
+from kvservice.core.quota import QuotaOf, unlimited
+from kvservice.credentials import CertificateFiles, KeyFile, QuotaFile, TokenFile
+from kvservice.server.dialing import Dialer, ServerCredentials, server_credentials
+from kvservice.server.guard import Guard, OpenGuard, Speaker
+
+
+class Secrets:
+    """All that `Security` names, read and checked.
+
+    Raises:
+        ConfigError: At construction, where something is missing or wrong.
+    """
+
+    def __init__(self, security: Security, clock: Clock) -> None:
+        self._security = security
+        self._clock = clock
+        self._tokens: TokenFile | None = None
+        if security.token_file is not None:
+            self._tokens = TokenFile(Path(security.token_file), clock)
+        self._keys: KeyFile | None = None
+        if security.key_file is not None:
+            self._keys = KeyFile(Path(security.key_file), clock)
+        self.quota_of: QuotaOf = unlimited
+        if security.quota_file is not None:
+            self.quota_of = QuotaFile(Path(security.quota_file), clock).of
+        self._certificates = self._open_certificates()
+
+    def guard(self, name: str) -> Guard:
+        """Return what stands before a server.
+
+        Args:
+            name: A worker's incarnation, or "manager".
+        """
+        if not self._security.authenticates:
+            return OpenGuard(self._clock, self.quota_of)
+        # A lone worker issues its own capabilities, by a key that ends with it.
+        own = Keyring([secrets.token_bytes(32)])
+        name_of: Callable[[str], Caller | None] | None = None
+        if self._security.mutual_tls:
+            from kvservice.certificates import caller_of_name
+
+            name_of = caller_of_name
+        return Guard(
+            name,
+            clock=self._clock,
+            keys=(lambda: own) if self._keys is None else self._keys.get,
+            tokens=self._tokens,
+            name_of=name_of,
+            quota_of=self.quota_of,
+        )
+
+    def server_credentials(self) -> ServerCredentials | None:
+        """Return what a server shows; None: plaintext."""
+        if self._certificates is None:
+            return None
+        return server_credentials(self._certificates, mutual=self._security.mutual_tls)
+
+    def dialer(self) -> Dialer:
+        """Return how to connect to the manager, or to workers."""
+        return Dialer(self._certificates, server_name=self._security.tls_server_name)
+
+    def speaker(self, audience: str) -> Speaker | None:
+        """Return what says who we are; None where nobody asks."""
+        if self._keys is None:
+            return None
+        return Speaker(self._keys.get, audience, self._clock)
+
+    def _open_certificates(self) -> CertificateFiles | None:
+        security = self._security
+        if security.tls_cert is None or security.tls_key is None:
+            return None
+        try:
+            from kvservice.certificates import check_certificates
+        except ImportError as error:
+            raise ConfigError(
+                f"TLS needs the package {error.name}: pip install 'kvservice[server]'"
+            ) from error
+        return CertificateFiles(
+            Path(security.tls_cert),
+            Path(security.tls_key),
+            None if security.tls_ca is None else Path(security.tls_ca),
+            check=lambda name, found: check_certificates(name, found, self._clock.time()),
+            clock=self._clock,
+        )
