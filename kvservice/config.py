@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvservice.core.errors import InvalidRequest
+from kvservice.core.failpoints import Failpoint, parse_failpoints
+
 _UNITS: Final = {
     "": 1,
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
@@ -317,9 +320,29 @@ def revision() -> str:
     return os.environ.get("KVSERVICE_REVISION", "")
 
 
+def stated_failpoints() -> tuple[Failpoint, ...]:
+    """Return where this process is to fail on purpose, by `KVSERVICE_FAILPOINTS`.
+
+    Raises:
+        ConfigError: Some are stated, but not `KVSERVICE_TESTING=1`; or they cannot be read.
+    """
+    stated = os.environ.get("KVSERVICE_FAILPOINTS", "")
+    if stated and os.environ.get("KVSERVICE_TESTING") != "1":
+        raise ConfigError(
+            "KVSERVICE_FAILPOINTS makes a process fail on purpose, which is for tests alone: "
+            "unset it, or set KVSERVICE_TESTING=1 as well"
+        )
+    try:
+        return parse_failpoints(stated)
+    except InvalidRequest as error:
+        raise ConfigError(f"KVSERVICE_FAILPOINTS: {error}") from error
+
+
 def failpoints() -> list[str]:
-    """Return the names of the settings that make Ray inject faults into this process's calls."""
-    return sorted(name for name in os.environ if name.startswith("RAY_testing_"))
+    """Return the names of all that injects faults into this process: Ray's settings, and our
+    failpoints."""
+    of_ray = sorted(name for name in os.environ if name.startswith("RAY_testing_"))
+    return of_ray + [point.name for point in stated_failpoints()]
 
 
 def _check_shared_key(security: Security) -> None:

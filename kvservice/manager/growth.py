@@ -51,6 +51,7 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
             continue
         placed.append(Part(worker_id, session_from_pb(answer.session)))
         if len(placed) == spec.spread:
+            routes.passed("open.placed")
             routes.note(key, placed, settle=True)
             return placed
     routes.undo(key[1], placed, caller)
@@ -101,6 +102,7 @@ def _announce(
     if not holding or holding[-1].worker_id == grown.worker_id:
         return
     if holding[-1].info.extents[0].followed_by != follower:
+        routes.passed("grow.promised")
         note = types_pb2.AppendRequest(
             session_id=request.session_id, epoch=request.epoch, followed_by=follower
         )
@@ -144,6 +146,7 @@ def _extend(
             if part is None:
                 answer = routes.ask(worker_id, "Allocate", opening, caller)
                 part = opened = Part(worker_id, session_from_pb(answer.session))
+                routes.passed("grow.opened")
             grown = _promise(routes, part, request, caller)
         except KVServiceError as error:
             if opened is not None:

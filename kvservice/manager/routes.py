@@ -36,6 +36,7 @@ from kvservice.core.extents import (
     merge_sessions,
     pages_lost,
 )
+from kvservice.core.failpoints import Failpoints
 from kvservice.core.membership import Event, EventLog
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.session import SessionInfo
@@ -94,6 +95,7 @@ class Routes:
         workers_expected: int,
         settle_s: float,
         executor: Executor | None,
+        failpoints: Failpoints,
     ) -> None:
         """
         Args:
@@ -105,6 +107,7 @@ class Routes:
             executor: Runs calls on several workers at once. None: threads of this object's own.
         """
         self._connect = connect
+        self.passed = failpoints.passed
         self._clock = clock
         self._timeout_s = timeout_s
         self._lock = threading.RLock()

@@ -19,6 +19,7 @@ from kvservice.core.errors import (
     Unimplemented,
 )
 from kvservice.core.extents import find_loss, join_parts, merge_sessions, row_lengths
+from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.membership import Event, Membership
 from kvservice.core.recovery import TakeOver
 from kvservice.core.session import SessionInfo
@@ -57,6 +58,7 @@ class PageManager:
         suspect_after_s: float = SUSPECT_AFTER_S,
         dead_after_s: float = DEAD_AFTER_S,
         executor: Executor | None = None,
+        failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
         """
         Args:
@@ -85,6 +87,7 @@ class PageManager:
             workers_expected=workers_expected,
             settle_s=SETTLE_S,
             executor=executor,
+            failpoints=failpoints,
         )
 
     def close(self) -> None:
@@ -139,6 +142,7 @@ class PageManager:
                     self._routes.undo(child[1], forked, caller)
                     raise
                 forked.append(Part(part.worker_id, session_from_pb(answer.session)))
+                self._routes.passed("manager.fork.partly_done")
             self._routes.note(child, forked, settle=True)
         return types_pb2.ForkResponse(session=merged(forked))
 
@@ -206,10 +210,12 @@ class PageManager:
         if len(requests) > 1:
             for worker_id, request in requests.items():
                 self._routes.ask(worker_id, method, copy_of(request, check_only=True), caller)
+            self._routes.passed("manager.change.checked")
         parts: list[Part] = []
         for worker_id, request in requests.items():
             answer = self._routes.ask(worker_id, method, request, caller)
             parts.append(Part(worker_id, session_from_pb(answer.session)))
+            self._routes.passed("manager.change.partly_applied")
         return merged(parts)
 
     # Leases and ends
@@ -361,6 +367,7 @@ class PageManager:
             [_key(report) for report in request.ended_sessions],
             first=first,
         )
+        self._routes.passed("heartbeat.received")
         if first:
             with self._take_over_lock:
                 self._take_over.registered(

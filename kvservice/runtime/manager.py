@@ -11,7 +11,7 @@ from kvservice.clock import Clock, SystemClock
 from kvservice.config import ManagerSettings
 from kvservice.manager import LOOK_S, PageManager
 from kvservice.metrics import ManagerMetrics
-from kvservice.runtime.process import ProcessServer
+from kvservice.runtime.process import ProcessServer, failpoints
 from kvservice.runtime.secrets import Secrets
 from kvservice.server.worker_stub import GrpcWorkerHandle
 from kvservice.wire.names import MANAGER
@@ -47,6 +47,7 @@ class ManagerServer(ProcessServer):
             clock=self._clock,
             incarnation=self.incarnation,
             workers_expected=settings.workers_expected,
+            failpoints=failpoints(self._clock),
         )
         running.callback(self.manager.close)
         metrics.watch(self.manager.membership, self._clock)

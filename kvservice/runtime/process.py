@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
 from kvservice.clock import Clock
-from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
+from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings, stated_failpoints
+from kvservice.core.failpoints import Failpoints
 from kvservice.metrics import Metrics, MetricsEndpoint
 from kvservice.runtime.secrets import Secrets
 from kvservice.server.app import GrpcServer
 from kvservice.server.health import HealthServer
 
 GRACE_S: Final = 5.0
+
+
+def failpoints(clock: Clock) -> Failpoints:
+    """Return the failpoints of this process, as its environment says.
+
+    Raises:
+        ConfigError: They are stated outside of a test, or cannot be read.
+    """
+
+    def wait(seconds: float) -> None:
+        clock.wait(threading.Event(), seconds)
+
+    return Failpoints(
+        stated_failpoints(), crash=lambda: os.kill(os.getpid(), signal.SIGKILL), wait=wait
+    )
 
 
 class ProcessServer:

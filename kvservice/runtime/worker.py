@@ -19,7 +19,7 @@ from kvservice.config import (
 )
 from kvservice.core.caller import ANONYMOUS
 from kvservice.metrics import WorkerMetrics
-from kvservice.runtime.process import ProcessServer
+from kvservice.runtime.process import ProcessServer, failpoints
 from kvservice.runtime.secrets import Secrets
 from kvservice.server.guard import Guard
 from kvservice.server.heartbeat import HeartbeatSource
@@ -78,6 +78,7 @@ class WorkerServer(ProcessServer):
         guard = secrets.guard(self.incarnation)
         metrics = WorkerMetrics(settings.worker_id)
         server = self._listen(running, settings.host, settings.port, settings.advertise_host)
+        self._failpoints = failpoints(self._clock)
         self.worker = self._make_worker()
         running.callback(self.worker.close)
         metrics.watch(self.worker.stats)
@@ -93,6 +94,7 @@ class WorkerServer(ProcessServer):
             self.worker,
             None if lane is None else lane.admit,
             None if guard.is_open else guard.issue,
+            failpoints=self._failpoints,
         )
         if lane is not None:
             lane.start(service)
@@ -101,7 +103,9 @@ class WorkerServer(ProcessServer):
         # Once more, so that calls have ended before the worker is freed.
         running.callback(lambda: server.stop(self._grace_s))
         if settings.manager_address is not None:
-            source = HeartbeatSource(self.worker, self.metrics_address or "")
+            source = HeartbeatSource(
+                self.worker, self.metrics_address or "", failpoints=self._failpoints
+            )
             heartbeat = HeartbeatLoop(
                 source,
                 settings.manager_address,
@@ -150,7 +154,12 @@ class WorkerServer(ProcessServer):
             zero_freed_pages=settings.zero_freed_pages,
         )
         try:
-            return PageWorker(config, clock=self._clock, quota_of=self.secrets.quota_of)
+            return PageWorker(
+                config,
+                clock=self._clock,
+                quota_of=self.secrets.quota_of,
+                failpoints=self._failpoints,
+            )
         except RuntimeError as error:  # torch's answer to a device that is not there
             raise _unusable(settings.device, error) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.session import EndedSession, SessionInfo, WorkerStats
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
@@ -26,8 +27,15 @@ class Reporting(Protocol):
 class HeartbeatSource:
     """Makes the messages of one stream after the other. Not thread-safe."""
 
-    def __init__(self, worker: Reporting, metrics_address: str = "") -> None:
+    def __init__(
+        self,
+        worker: Reporting,
+        metrics_address: str = "",
+        *,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
         self._worker = worker
+        self._failpoints = failpoints
         self._metrics_address = metrics_address
         self._cursor = 0
         self._known_manager = ""
@@ -47,6 +55,7 @@ class HeartbeatSource:
 
     def messages(self) -> Iterator[manager_pb2.HeartbeatRequest]:
         """Yield what has changed since the last time: at least one message, to be sent in order."""
+        self._failpoints.passed("heartbeat.sending")
         self._cursor, changed, ended = self._worker.changes_since(self._cursor)
         worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]

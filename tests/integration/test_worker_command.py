@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvservice.cluster.ports import check_port_free
-from kvservice.core.errors import OutOfPages
+from kvservice.core.errors import OutOfPages, PagesLost
 from kvservice_client import connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -99,3 +99,24 @@ def test_a_used_port_fails_in_one_line() -> None:
         assert err.count("\n") == 1
         assert f"port {port}" in err
         assert "--port" in err
+
+
+def test_failpoints_are_for_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flag a worker refuses to start; with it, it dies where and when it is to."""
+    monkeypatch.setenv("KVSERVICE_FAILPOINTS", "attend.stored=crash@2")
+    with start("--port", "0", "--memory", "1MiB") as process:
+        assert process.wait(timeout=30) != 0
+        assert process.stderr is not None
+        assert "KVSERVICE_TESTING=1" in process.stderr.read()
+    monkeypatch.setenv("KVSERVICE_TESTING", "1")
+    with start("--port", "0", "--memory", "1MiB", "--json") as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        k = np.ones((1, 1, 1, 8), np.float32)
+        with connect(said["address"]) as client:
+            session = client.open(num_rows=1)
+            session.attend(0, k, k, k)
+            with pytest.raises(PagesLost):
+                session.attend(0, k, k, k)
+            session.detach()
+        assert process.wait(timeout=30) == -signal.SIGKILL

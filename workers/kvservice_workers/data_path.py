@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvservice.clock import Clock
+from kvservice.core.failpoints import Failpoints
 from kvservice.core.geometry import HostTensor
 from kvservice.core.session import AttendCall, AttendResult
 from kvservice_workers.arena import TORCH_DTYPES, Arena
@@ -42,8 +43,10 @@ class DataPath:
         pools: PoolSet,
         counters: Counters,
         clock: Clock,
+        failpoints: Failpoints,
     ) -> None:
         self._lock = lock  # the worker's
+        self._failpoints = failpoints
         self._pools = pools
         self._counters = counters
         self._clock = clock
@@ -54,6 +57,7 @@ class DataPath:
         group = session.groups[plan.window]
         with self._lock:
             arena = self._prepare(session, group, call, plan)
+            self._failpoints.passed("attend.pages_taken")
             if call.k is not None and call.v is not None:
                 self._store(session, group, arena, call, plan)
             batch = self._batch(session, group, plan)

@@ -20,6 +20,7 @@ from kvservice.core.errors import (
     StaleEpoch,
     TooManySessions,
 )
+from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.core.session import (
     MAX_ROWS,
@@ -72,7 +73,12 @@ class PageWorker:
     """
 
     def __init__(
-        self, config: WorkerConfig, *, clock: Clock, quota_of: QuotaOf = unlimited
+        self,
+        config: WorkerConfig,
+        *,
+        clock: Clock,
+        quota_of: QuotaOf = unlimited,
+        failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
         """
         Args:
@@ -91,7 +97,7 @@ class PageWorker:
         self._promises = Promises(self._pools)
         self._structure = Structure(self._pools, self._promises, self._counters)
         self._tokens = TokenAccess(self._lock, self._pools, self._counters)
-        self._data = DataPath(self._lock, self._pools, self._counters, clock)
+        self._data = DataPath(self._lock, self._pools, self._counters, clock, failpoints)
         self._draining = False
         self._discrepancies: set[Discrepancy] = set()  # found by the last audit
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from kvservice.core.access import Rights
 from kvservice.core.caller import Caller, Role
 from kvservice.core.errors import InvalidRequest, StaleWorker, Unimplemented
+from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.session import SessionInfo, check_session_id
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls, convert
@@ -32,7 +33,12 @@ class WorkerService:
     """
 
     def __init__(
-        self, worker: PageWorker, admit: Admit | None = None, issue: Issue | None = None
+        self,
+        worker: PageWorker,
+        admit: Admit | None = None,
+        issue: Issue | None = None,
+        *,
+        failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
         """Serve a worker.
 
@@ -44,6 +50,7 @@ class WorkerService:
         self._admit = admit
         self._issue = issue
         self._incarnation = worker.config.incarnation
+        self._passed = failpoints.passed
 
     # Sessions
 
@@ -62,6 +69,7 @@ class WorkerService:
             extent_starts=starts,
             epoch=not_negative([request.epoch], "epoch")[0],
         )
+        self._passed("allocate.done")
         return types_pb2.AllocateResponse(session=self._answer(info, caller))
 
     def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
@@ -93,6 +101,7 @@ class WorkerService:
             not_negative(request.expected_lengths, "expected_lengths"),
             check_only=request.check_only,
         )
+        self._passed("change.checked" if request.check_only else "change.applied")
         return types_pb2.PopResponse(session=self._answer(info, caller))
 
     def reset(self, request: types_pb2.ResetRequest, caller: Caller) -> types_pb2.ResetResponse:
@@ -103,6 +112,7 @@ class WorkerService:
             at_least_one(request.epoch, "epoch"),
             check_only=request.check_only,
         )
+        self._passed("change.checked" if request.check_only else "change.applied")
         return types_pb2.ResetResponse(session=self._answer(info, caller))
 
     def select(self, request: types_pb2.SelectRequest, caller: Caller) -> types_pb2.SelectResponse:
@@ -116,6 +126,7 @@ class WorkerService:
             not_negative(request.rows, "rows"),
             check_only=request.check_only,
         )
+        self._passed("change.checked" if request.check_only else "change.applied")
         return types_pb2.SelectResponse(session=self._answer(info, caller))
 
     def fork(self, request: types_pb2.ForkRequest, caller: Caller) -> types_pb2.ForkResponse:
@@ -130,6 +141,7 @@ class WorkerService:
             ttl_s=convert.seconds_from_pb(request.ttl, "ttl") if request.HasField("ttl") else None,
             clip=request.clip,
         )
+        self._passed("fork.done")
         return types_pb2.ForkResponse(session=self._answer(info, caller))
 
     def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
@@ -139,6 +151,7 @@ class WorkerService:
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
         )
+        self._passed("change.applied")
         return types_pb2.AttachResponse(session=self._answer(info, caller))
 
     def release(
@@ -215,13 +228,16 @@ class WorkerService:
                     call.scale,
                 )
                 if out is not None:
+                    self._passed("attend.stored")
                     return steady_result(call, steady, out)
         result = self._worker.attend(caller.tenant, calls.attend_call_from_pb(call))
+        self._passed("attend.stored")
         return calls.attend_result_to_pb(result, call.call_id)
 
     def write(self, call: worker_pb2.WriteCall, caller: Caller) -> worker_pb2.WriteResponse:
         self._check_incarnation(call.incarnation)
         lengths = self._worker.write(caller.tenant, calls.write_call_from_pb(call))
+        self._passed("write.stored")
         return worker_pb2.WriteResponse(lengths=lengths)
 
     def read(self, request: worker_pb2.ReadRequest, caller: Caller) -> worker_pb2.ReadResult:
