@@ -77,7 +77,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = key_states.detach(), value_states.detach()
         num_tokens = k.shape[-2]
         if self.mode == "fetch" and num_tokens:
-            self.shared.opened().write(self.index, k, v)
+            self._write(k, v)
         elif num_tokens:
             self.pending = (k, v)
         self.length += num_tokens
@@ -170,8 +170,11 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
     def flush(self) -> None:
         """Store new tokens that no attention call has sent."""
         if self.pending is not None:
-            self.shared.opened().write(self.index, *self.pending)
+            self._write(*self.pending)
             self.pending = None
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.shared.opened().write(self.index, k, v, queries_from=self.shared.floor)
 
     def retract(self) -> None:
         """Forget new tokens that have not been stored."""

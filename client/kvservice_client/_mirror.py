@@ -150,6 +150,26 @@ class Mirror:
                     result.append(EvictBefore(window, positions))
         return result
 
+    def unseen_from(self, positions: Sequence[int]) -> list[EvictBefore]:
+        """Return, by layer group, what queries at these positions and later do not see."""
+        first = tuple(map(min, positions, self.longest()))
+        windows = sorted({window for window in self.windows if window is not None})
+        unseen = [
+            EvictBefore(window, tuple(max(0, position - window + 1) for position in first))
+            for window in windows
+        ]
+        return [group for group in unseen if any(group.positions)]
+
+    def evictions_on(self, extent: Extent, evict_before: list[EvictBefore]) -> list[EvictBefore]:
+        """Return what of it a worker can have: nothing behind where its extent ends."""
+        if len(self.extents) == 1:
+            return evict_before
+        stops = self.stops_of(extent)
+        return [
+            EvictBefore(group.window, tuple(map(min, group.positions, stops)))
+            for group in evict_before
+        ]
+
     def note_failure(self, layer: int) -> None:
         """Note that an append has failed which belongs to the step in progress."""
         step = self.step

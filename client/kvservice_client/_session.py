@@ -239,6 +239,7 @@ class Session:
         positions: Any = None,
         rows: Sequence[int] | None = None,
         padding: Any = None,
+        queries_from: int | Sequence[int] | None = None,
     ) -> None:
         """Store keys and values at any positions of a layer, without attention.
 
@@ -250,6 +251,8 @@ class Session:
                 the last of two equal ones wins. None: behind each row's end.
             rows: Which rows of the session these are. None: all.
             padding: bool[rows, tokens]: which of the tokens are padding.
+            queries_from: Where queries may still stand, of all rows or of each: here or later.
+                What none of them sees, by the layers' windows, is freed. None: nothing is.
 
         Raises:
             InvalidRequest, GeometryMismatch, PositionOutOfRange: Nothing has been stored.
@@ -263,7 +266,11 @@ class Session:
             lengths = self._mirror.layer_lengths(check_layer(layer))
             placed = place(tokens, chosen, lengths, positions, padding)
             self._kind = kind_of(k, "k")
-            self._access.write(layer, placed)
+            evict_before = []
+            if queries_from is not None:
+                first = read_positions(queries_from, self._mirror.num_rows, "queries_from")
+                evict_before = self._mirror.unseen_from(first)
+            self._access.write(layer, placed, evict_before)
 
     def read(
         self, layer: int, start: int = 0, stop: int | None = None, *, like: Any = None

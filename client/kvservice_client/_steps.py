@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.core.errors import Conflict, InvalidRequest, OutOfOrder
-from kvservice.core.session import EvictBefore, RowRange
+from kvservice.core.session import RowRange
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice_client._arrays import to_bool
 from kvservice_client._ask import FULL, Ask, Lengths
@@ -144,12 +144,7 @@ def header_for(mirror: Mirror, step: Step, part: Part) -> worker_pb2.StepHeader:
     """Return the step's header for one worker."""
     extent = part.extent
     ranges = step.new_padding if extent.knows_padding else step.padding.ranges()
-    evict = step.evict_before
-    if len(mirror.extents) > 1:
-        stops = mirror.stops_of(extent)
-        evict = [
-            EvictBefore(group.window, tuple(map(min, group.positions, stops))) for group in evict
-        ]
+    evict = mirror.evictions_on(extent, step.evict_before)
     return worker_pb2.StepHeader(
         counts=part.counts if step.appends else step.counts,
         padding=[types_pb2.RowRange(row=one.row, start=one.start, stop=one.stop) for one in ranges],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvservice.core.errors import InvalidRequest, KVServiceError, OutOfPages
 from kvservice.core.geometry import DType
-from kvservice.core.session import RowRange
+from kvservice.core.session import EvictBefore, RowRange
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.tensors import dtype_from_pb
 from kvservice_client._arrays import Kind, from_host, to_bool, to_ints
@@ -86,15 +86,20 @@ class TokenAccess:
     def __init__(self, mirror: Mirror, links: Links) -> None:
         self._mirror = mirror
         self._links = links
+        self._told: dict[Extent, list[EvictBefore]] = {}  # by those that got no tokens with it
 
-    def write(self, layer: int, placed: Placed) -> None:
-        """Store tokens where they belong, with new ones on another worker if the tail is full."""
+    def write(self, layer: int, placed: Placed, evict_before: list[EvictBefore]) -> None:
+        """Store tokens where they belong, with new ones on another worker if the tail is full.
+
+        Args:
+            evict_before: What all workers of the session may free.
+        """
         mirror = self._mirror
         if not mirror.lengths and len(mirror.extents) > 1:
             while len(mirror.extents) > 1:
                 mirror.spare(mirror.extents.pop())
         try:
-            self._write_all(layer, placed)
+            self._write_all(layer, placed, evict_before)
         except OutOfPages as error:
             longest = mirror.longest()
             beyond = int((placed.positions + 1 - np.array(longest)[placed.rows]).max())
@@ -103,7 +108,7 @@ class TokenAccess:
             cause = find_room(mirror, self._links, beyond)
             if cause is not None:
                 raise error from cause
-            self._write_all(layer, placed)
+            self._write_all(layer, placed, evict_before)
         self._note(layer, placed)
 
     def read(self, layer: int, start: int, stop: int, kind: Kind) -> tuple[Any, Any]:
@@ -145,15 +150,36 @@ class TokenAccess:
 
     # -- one worker each
 
-    def _write_all(self, layer: int, placed: Placed) -> None:
-        for extent, chosen in self._by_extent(placed):
-            call = self._write_call(extent, layer, placed, chosen)
+    def _write_all(self, layer: int, placed: Placed, evict_before: list[EvictBefore]) -> None:
+        parts = self._by_extent(placed)
+        if evict_before and len(self._mirror.extents) > 1:
+            self._evict_elsewhere(layer, placed, evict_before, [extent for extent, _ in parts])
+        for extent, chosen in parts:
+            call = self._write_call(extent, layer, placed, chosen, evict_before)
             try:
                 self._links.write(extent, call)
             except KVServiceError as error:
                 if isinstance(error, OUTCOME_UNKNOWN):
                     self._mirror.uncertain = True
                 raise
+
+    def _evict_elsewhere(
+        self,
+        layer: int,
+        placed: Placed,
+        evict_before: list[EvictBefore],
+        written: Sequence[Extent],
+    ) -> None:
+        """Tell the workers that get no tokens what they may free, once each."""
+        told, self._told = self._told, {}
+        for extent in self._mirror.extents:
+            if extent in written:
+                continue
+            self._told[extent] = self._mirror.evictions_on(extent, evict_before)
+            if told.get(extent) != self._told[extent]:
+                nothing = np.zeros(0, np.int64)
+                call = self._write_call(extent, layer, placed, nothing, evict_before)
+                self._links.write(extent, call)
 
     def _by_extent(self, placed: Placed) -> list[tuple[Extent, Any]]:
         """Return which tokens go to which worker; the tail, which may be full, comes first."""
@@ -170,7 +196,12 @@ class TokenAccess:
         return result
 
     def _write_call(
-        self, extent: Extent, layer: int, placed: Placed, chosen: Any
+        self,
+        extent: Extent,
+        layer: int,
+        placed: Placed,
+        chosen: Any,
+        evict_before: list[EvictBefore],
     ) -> worker_pb2.WriteCall:
         mirror, tokens = self._mirror, placed.tokens
         rows, positions = placed.rows[chosen], placed.positions[chosen]
@@ -183,6 +214,10 @@ class TokenAccess:
             rows=rows.tolist(),
             positions=positions.tolist(),
             number=mirror.num_writes,
+            evict_before=[
+                worker_pb2.EvictBefore(window=group.window, positions=group.positions)
+                for group in mirror.evictions_on(extent, evict_before)
+            ],
         )
         set_tensor(call.k, tokens.k[chosen], tokens.dtype)
         set_tensor(call.v, tokens.v[chosen], tokens.dtype)

@@ -231,6 +231,7 @@ class WriteCall:
     """Store k and v [tokens, kv_heads, dim] at (rows[i], positions[i]), in any order.
 
     `number` counts the writes of the session's holder, rising; 0: they are not counted.
+    There may be no tokens where there is something to evict.
     """
 
     session_id: str
@@ -242,6 +243,7 @@ class WriteCall:
     positions: tuple[int, ...]
     padding: tuple[RowRange, ...] = ()
     number: int = 0
+    evict_before: tuple[EvictBefore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,14 +178,8 @@ def _header_from_pb(pb: worker_pb2.StepHeader) -> core.StepHeader:
     return core.StepHeader(
         counts=not_negative(pb.counts, "counts"),
         padding=padding_from_pb(pb.padding) if pb.padding else (),
-        evict_before=tuple(
-            core.EvictBefore(
-                at_least_one(group.window, "evict_before: window"),
-                not_negative(group.positions, "evict_before: positions"),
-            )
-            for group in pb.evict_before
-        ),
         followed_by=incarnation_from_pb(pb.followed_by),
+        evict_before=evictions_from_pb(pb.evict_before) if pb.evict_before else (),
     )
 
 
@@ -193,11 +187,8 @@ def _header_to_pb(header: core.StepHeader) -> worker_pb2.StepHeader:
     return worker_pb2.StepHeader(
         counts=header.counts,
         padding=padding_to_pb(header.padding),
-        evict_before=[
-            worker_pb2.EvictBefore(window=group.window, positions=group.positions)
-            for group in header.evict_before
-        ],
         followed_by=header.followed_by,
+        evict_before=evictions_to_pb(header.evict_before),
     )
 
 
@@ -214,6 +205,22 @@ def padding_from_pb(ranges: Iterable[types_pb2.RowRange]) -> tuple[core.RowRange
 
 def padding_to_pb(padding: Iterable[core.RowRange]) -> list[types_pb2.RowRange]:
     return [types_pb2.RowRange(row=item.row, start=item.start, stop=item.stop) for item in padding]
+
+
+def evictions_from_pb(groups: Iterable[worker_pb2.EvictBefore]) -> tuple[core.EvictBefore, ...]:
+    return tuple(
+        core.EvictBefore(
+            at_least_one(group.window, "evict_before: window"),
+            not_negative(group.positions, "evict_before: positions"),
+        )
+        for group in groups
+    )
+
+
+def evictions_to_pb(groups: Iterable[core.EvictBefore]) -> list[worker_pb2.EvictBefore]:
+    return [
+        worker_pb2.EvictBefore(window=group.window, positions=group.positions) for group in groups
+    ]
 
 
 # Write and Read
@@ -239,6 +246,7 @@ def write_call_from_pb(pb: worker_pb2.WriteCall) -> core.WriteCall:
         positions=positions,
         padding=padding_from_pb(pb.padding),
         number=not_negative([pb.number], "number")[0],
+        evict_before=evictions_from_pb(pb.evict_before),
     )
 
 
@@ -254,6 +262,7 @@ def write_call_to_pb(call: core.WriteCall, *, incarnation: str = "") -> worker_p
         positions=call.positions,
         padding=padding_to_pb(call.padding),
         number=call.number,
+        evict_before=evictions_to_pb(call.evict_before),
     )
 
 

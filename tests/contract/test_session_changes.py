@@ -10,7 +10,9 @@ import pytest
 from kvservice_client import (
     Client,
     Conflict,
+    DType,
     InvalidRequest,
+    LayerGeometry,
     OutOfOrder,
     PositionOutOfRange,
 )
@@ -315,6 +317,48 @@ def test_evicted_positions(client: Client) -> None:
             change()
     assert session.epoch == epoch
     driver.step(windows=[4, 4])
+
+
+def test_write_evicts(client: Client) -> None:
+    """Writing can free what has left the windows, as attention does. What is gone is neither read
+    nor written again; what queries see is there."""
+    layers = [LayerGeometry(2, 8, 8, DType.FLOAT32)] * 2
+    driver = Driver.open(client, page_size=4, layers=layers, windows=[6, 6])
+    session = driver.session
+    for length in range(30):
+        write_step(driver, length, window=6)
+    (stats,) = client.page_stats()
+    assert sum(pool.used_pages for pool in stats.pools) <= 2 * 3  # 6 tokens touch up to 3 pages
+    k, v = session.read(1, 24)
+    for row in range(2):
+        for got, expected in zip((k, v), driver.dense.read(1, row), strict=True):
+            assert np.array_equal(got[row], expected[:, 24:].astype(np.float32))
+    driver.query(0, window=6)
+    _, k, v = driver.tokens(1)
+    with pytest.raises(PositionOutOfRange):
+        session.read(0, 23)
+    with pytest.raises(PositionOutOfRange):
+        session.write(0, k, v, positions=[23])
+    with pytest.raises(PositionOutOfRange):
+        session.pop(3)
+
+
+@pytest.mark.parametrize("kept", [3, None])
+def test_write_evicts_no_more_than_it_may(client: Client, kept: int | None) -> None:
+    """Tokens that queries may come back to stay, and by default all."""
+    driver = Driver.open(client, page_size=4, windows=[4, 4])
+    for length in range(20):
+        write_step(driver, None if kept is None else max(0, length - kept), window=4)
+    driver.pop(15 if kept is None else 4)
+    driver.step(2, windows=[4, 4])
+
+
+def write_step(driver: Driver, queries_from: int | None, *, window: int) -> None:
+    """Write a token to each layer, without attention."""
+    for layer in range(driver.num_layers):
+        q, k, v = driver.tokens(1)
+        driver.session.write(layer, k, v, queries_from=queries_from)
+        driver.dense.attend(layer, q, k, v, window=window)
 
 
 def test_order(open_driver: Callable[..., Driver]) -> None:

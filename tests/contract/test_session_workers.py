@@ -134,6 +134,23 @@ def test_spread_of_windowed_layers(two: Client) -> None:
     driver.step(4, windows=windows)
 
 
+def test_writes_evict_on_all_workers(start: Start) -> None:
+    """A worker that gets no more tokens frees what has left the windows all the same."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(), spread=2, page_size=4, windows=[6, 6])
+    driver.step(24, windows=[6, 6])
+    assert all(worker.stats().pools[0].used_pages for worker in backend.workers)
+    for length in range(24, 36):
+        for layer in range(2):
+            q, k, v = driver.tokens(1)
+            driver.session.write(layer, k, v, queries_from=length)
+            driver.dense.attend(layer, q, k, v, window=6)
+    used = [sum(pool.used_pages for pool in worker.stats().pools) for worker in backend.workers]
+    assert min(used) == 0
+    assert max(used) <= 2 * 3
+    driver.step(windows=[6, 6])
+
+
 def test_spread_narrow_dtypes(two: Client) -> None:
     """Partials are put together in float32 and rounded once."""
     session = two.open(num_rows=1, spread=2, page_size=4)

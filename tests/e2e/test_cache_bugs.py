@@ -30,6 +30,15 @@ def worlds(client: Client, family: str, mode: str = "attend") -> tuple[World, Wo
     )
 
 
+def model_for(family: str, mode: str) -> Any:
+    """Return a model whose attention is where caches of this mode want it."""
+    model = models.remote_twin(family)
+    if mode == "attend":
+        return use_remote_attention(model)
+    model.set_attn_implementation(models.family(family).attention)
+    return model
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
@@ -178,26 +187,30 @@ def test_the_same_text_every_time(client: Client) -> None:
     assert all(torch.equal(text, texts[0]) for text in texts)
 
 
-def test_windows_give_pages_back(client: Client) -> None:
-    """A long generation with windows holds no more pages than a short one."""
-    model = models.remote_twin("mistral")
-    use_remote_attention(model)
+@pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
+@pytest.mark.parametrize("mode", ["attend", "auto", "fetch"])
+def test_windows_give_pages_back(client: Client, mode: str) -> None:
+    """A long generation with windows holds no more pages than a short one, wherever its attention
+    is computed; and it is the text of a local cache."""
+    model = model_for("mistral", mode)
     used = []
     for tokens in (10, 50):
-        cache = RemoteCache(client, model.config, mode="attend", page_size=4)
-        model.generate(prompt(1, 9), cache=cache, max_new_tokens=tokens, do_sample=False)
+        cache = RemoteCache(client, model.config, mode=mode, page_size=4)
+        options = {"max_new_tokens": tokens, "do_sample": False}
+        text = model.generate(prompt(1, 9), cache=cache, **options)
+        assert torch.equal(text, models.build("mistral").generate(prompt(1, 9), **options))
         used.append(used_pages(client))
         cache.reset()
     assert used[1] <= used[0] + 1
 
 
-def test_assisted_decoding_gives_pages_back(client: Client) -> None:
+@pytest.mark.parametrize("mode", ["attend", "fetch"])
+def test_assisted_decoding_gives_pages_back(client: Client, mode: str) -> None:
     """Recording the past for a crop does not keep all of it."""
-    model = models.remote_twin("mistral")
-    use_remote_attention(model)
+    model = model_for("mistral", mode)
     used = []
     for tokens in (10, 40):
-        cache = RemoteCache(client, model.config, mode="attend", page_size=4)
+        cache = RemoteCache(client, model.config, mode=mode, page_size=4)
         ids = prompt(1, 5).repeat(1, 3)
         options = {"max_new_tokens": tokens, "prompt_lookup_num_tokens": 3, "do_sample": False}
         model.generate(ids, cache=cache, **options)

@@ -247,9 +247,9 @@ class WorkerMachine(RuleBasedStateMachine):
         model.epoch += 1
         model.rows[:] = [Row() for _ in model.rows]
 
-    @rule(model=sessions, data=st.data())
-    def write(self, model: Model, data: st.DataObject) -> None:
-        """Store at any positions of both layers, leaving gaps, with repeats."""
+    @rule(model=sessions, data=st.data(), evict=st.booleans())
+    def write(self, model: Model, data: st.DataObject, evict: bool) -> None:
+        """Store at any positions of both layers, leaving gaps, with repeats; maybe evict first."""
         if model not in self.models:
             return
         at = data.draw(
@@ -259,7 +259,15 @@ class WorkerMachine(RuleBasedStateMachine):
                 max_size=6,
             )
         )
-        at = [(r, p) for r, p in at if p >= model.rows[r].evicted]
+        before = [max(0, length - (WINDOW - 1)) if evict else 0 for length in model.lengths]
+        evicted = [
+            max(row.evicted, position // PAGE_SIZE * PAGE_SIZE)
+            for row, position in zip(model.rows, before, strict=True)
+        ]
+        refused = [(r, p) for r, p in at if p < evicted[r]]
+        at = [(r, p) for r, p in at if p >= evicted[r]]
+        if refused:
+            self.write_is_refused(model, refused[0], before)
         if not at:
             return
         for layer in range(2):
@@ -272,6 +280,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 tensor(values),
                 rows=tuple(r for r, _ in at),
                 positions=tuple(p for _, p in at),
+                evict_before=(EvictBefore(WINDOW, tuple(before)),) if evict else (),
             )
             stats = self.worker.stats()
             try:
@@ -284,6 +293,8 @@ class WorkerMachine(RuleBasedStateMachine):
                 for row in model.rows:
                     row.cut(min(len(v) for v in row.values))
                 return
+            for row, position in zip(model.rows, evicted, strict=True):
+                row.evicted = position
             for (r, p), value in zip(at, values, strict=True):
                 row = model.rows[r]
                 row.values[layer] += [None] * (p + 1 - len(row.values[layer]))
@@ -293,6 +304,35 @@ class WorkerMachine(RuleBasedStateMachine):
                     written = {p for s, p in at if s == r}
                     for p in range(len(row.padding), len(row.values[0])):
                         row.padding.append(p not in written)
+
+    def write_is_refused(self, model: Model, at: tuple[int, int], before: list[int]) -> None:
+        """What is evicted, or would be by the same call, cannot be written."""
+        call = WriteCall(
+            *(model.session_id, model.epoch, 1, tensor([1.0]), tensor([1.0]), (at[0],), (at[1],)),
+            evict_before=(EvictBefore(WINDOW, tuple(before)),),
+        )
+        stats = self.worker.stats()
+        with pytest.raises(PositionOutOfRange):
+            self.worker.write("t", call)
+        after = self.worker.stats()
+        assert [pool.used_pages for pool in after.pools] == [
+            pool.used_pages for pool in stats.pools
+        ]
+
+    @rule(model=sessions)
+    def only_evict(self, model: Model) -> None:
+        """A write without tokens frees pages, and does nothing else."""
+        if model not in self.models:
+            return
+        nothing = HostTensor(DType.FLOAT32, (0, 1, 1), b"")
+        before = [max(0, length - (WINDOW - 1)) for length in model.lengths]
+        call = WriteCall(
+            *(model.session_id, model.epoch, 1, nothing, nothing, (), ()),
+            evict_before=(EvictBefore(WINDOW, tuple(before)),),
+        )
+        self.worker.write("t", call)
+        for row, position in zip(model.rows, before, strict=True):
+            row.evicted = max(row.evicted, position // PAGE_SIZE * PAGE_SIZE)
 
     @rule(model=consumes(sessions))
     def release(self, model: Model) -> None:

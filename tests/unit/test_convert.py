@@ -170,8 +170,14 @@ def test_results_and_writes_survive_the_wire() -> None:
     write = core.WriteCall(
         *(SESSION_ID, 2, 3, tensor(2, 1, 4), tensor(2, 1, 4), (0, 1), (7, 5)),
         padding=(core.RowRange(1, 0, 3),),
+        evict_before=(core.EvictBefore(4, (2, 0)),),
     )
     assert calls.write_call_from_pb(calls.write_call_to_pb(write)) == write
+    nothing = core.HostTensor(tensor(1, 1, 4).dtype, (0, 1, 4), b"")
+    evict = core.WriteCall(
+        *(SESSION_ID, 2, 3, nothing, nothing, (), ()), evict_before=write.evict_before
+    )
+    assert calls.write_call_from_pb(calls.write_call_to_pb(evict)) == evict
     read = core.ReadResult(tensor(1, 2, 3, 4), tensor(1, 2, 3, 4), (3,))
     assert calls.read_result_from_pb(calls.read_result_to_pb(read)) == read
 

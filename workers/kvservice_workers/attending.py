@@ -17,7 +17,14 @@ from kvservice.core.errors import (
     PositionOutOfRange,
 )
 from kvservice.core.geometry import HOLE, DType, HostTensor, LayerGeometry
-from kvservice.core.session import MAX_TOKENS, AttendCall, MaskKind, RowRange, StepHeader
+from kvservice.core.session import (
+    MAX_TOKENS,
+    AttendCall,
+    EvictBefore,
+    MaskKind,
+    RowRange,
+    StepHeader,
+)
 from kvservice_workers.attention.batch import PagedBatch
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.session_state import LayerGroup, WorkerSession
@@ -101,6 +108,19 @@ def padding_after(
             copied.add(item.row)
         padding[item.row].mark(item.start, min(item.stop, lengths[item.row]))
     return padding
+
+
+def check_evictions(session: WorkerSession, evict_before: Sequence[EvictBefore]) -> None:
+    for evict in evict_before:
+        if session.groups.get(evict.window) is None:
+            raise InvalidRequest(f"no layer of the session has a window of {evict.window}")
+        session.check_rows(evict.positions, "evict_before")
+        for row, position in enumerate(evict.positions):
+            if not 0 <= position <= session.longest(row):
+                raise InvalidRequest(
+                    f"evict_before of row {row} must be between 0 and its length "
+                    f"{session.longest(row)}, got {position}"
+                )
 
 
 def check_ranges(session: WorkerSession, ranges: Sequence[RowRange]) -> None:
@@ -195,17 +215,7 @@ def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader
     if min(header.counts) < 0:
         raise InvalidRequest(f"counts must not be negative, got {header.counts}")
     check_ranges(session, header.padding)
-    for evict in header.evict_before:
-        group = session.groups.get(evict.window)
-        if group is None:
-            raise InvalidRequest(f"no layer of the session has a window of {evict.window}")
-        session.check_rows(evict.positions, "evict_before")
-        for row, position in enumerate(evict.positions):
-            if not 0 <= position <= session.longest(row):
-                raise InvalidRequest(
-                    f"evict_before of row {row} must be between 0 and its length "
-                    f"{session.longest(row)}, got {position}"
-                )
+    check_evictions(session, header.evict_before)
     return True, header
 
 

@@ -143,10 +143,7 @@ class DataPath:
             for other in session.groups.values():
                 if other.in_use or other is group:
                     _demand(provision, other, plan, padding)
-            for evict in plan.header.evict_before:
-                windowed = session.groups[evict.window]
-                for row, position in enumerate(evict.positions):
-                    provision.add_eviction(windowed, row, position // windowed.page_size)
+            provision.add_evictions(plan.header.evict_before)
         elif session.step is not None and (
             session.step.positions != plan.positions or not group.in_use
         ):

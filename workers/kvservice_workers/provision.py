@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvservice.core.geometry import HOLE
+from kvservice.core.session import EvictBefore
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageNeed
 from kvservice_workers.pools import Pool, PoolSet
@@ -39,6 +40,21 @@ class Provision:
         """Demand that the first `num_pages` entries of a row become holes."""
         if num_pages * group.page_size > group.evicted[row]:
             self.evictions.append((group, row, num_pages))
+
+    def add_evictions(self, evict_before: Iterable[EvictBefore]) -> None:
+        """Demand that all pages wholly below these positions become holes."""
+        for evict in evict_before:
+            group = self.session.groups[evict.window]
+            for row, position in enumerate(evict.positions):
+                self.add_eviction(group, row, position // group.page_size)
+
+    def evicted_after(self, group: LayerGroup) -> list[int]:
+        """Return, by row, the position below which a group will hold nothing."""
+        evicted = list(group.evicted)
+        for other, row, num_pages in self.evictions:
+            if other is group:
+                evicted[row] = max(evicted[row], num_pages * group.page_size)
+        return evicted
 
     def execute(self, pools: PoolSet, count: Callable[[int, int], None]) -> None:
         """Evict, take pages, copy shared ones, and zero new ones that would show old contents.

@@ -12,7 +12,7 @@ from kvservice.core.errors import Conflict, InvalidRequest, PositionOutOfRange
 from kvservice.core.geometry import HOLE, HostTensor, LayerGeometry
 from kvservice.core.session import ReadResult, WriteCall
 from kvservice_workers.arena import NUMPY_DTYPES, Arena
-from kvservice_workers.attending import check_ranges, padding_after, slots_at
+from kvservice_workers.attending import check_evictions, check_ranges, padding_after, slots_at
 from kvservice_workers.counters import Counters
 from kvservice_workers.host_tensors import Array, as_numpy, from_numpy
 from kvservice_workers.padding import RowPadding
@@ -43,6 +43,9 @@ class TokenAccess:
         geometry = _write_geometry(call)
         session.check_geometry(call.layer, geometry)
         check_ranges(session, call.padding)
+        check_evictions(session, call.evict_before)
+        if not call.rows:
+            return self._evict(session, call)
         rows, positions = np.array(call.rows, np.int64), np.array(call.positions, np.int64)
         starts = _write_starts(session, rows, positions)
         lengths = self._lengths_after_write(session, call.layer, starts, rows, positions)
@@ -51,6 +54,8 @@ class TokenAccess:
             _mark_gaps(session, padding, starts, rows, positions, lengths)
             arena = arena_of(self._pools, session, call.layer, geometry)
             provision = Provision(session)
+            provision.add_evictions(call.evict_before)
+            _check_not_evicted(provision, group, rows, positions)
             old = [
                 max(pair) for pair in zip(session.layer_lengths(call.layer), starts, strict=True)
             ]
@@ -72,6 +77,14 @@ class TokenAccess:
             grown = sum(session.longest_of_all()) - before
             self._counters.count_stored(grown, call.k.num_bytes + call.v.num_bytes)
         return tuple(lengths)
+
+    def _evict(self, session: WorkerSession, call: WriteCall) -> tuple[int, ...]:
+        """Carry out a write without tokens: it only frees pages."""
+        with self._lock:
+            provision = Provision(session)
+            provision.add_evictions(call.evict_before)
+            provision.execute(self._pools, self._counters.count_pages)
+        return tuple(session.layer_lengths(call.layer))
 
     def read(self, session: WorkerSession, layer: int, start: int, stop: int) -> ReadResult:
         """See `PageWorker.read`."""
@@ -194,9 +207,10 @@ def _write_geometry(call: WriteCall) -> LayerGeometry:
         raise InvalidRequest(
             f"k and v must be [tokens, heads, dim] and agree, got {k.shape} and {v.shape}"
         )
-    if not len(call.rows) == len(call.positions) == k.shape[0] >= 1:
+    least = 0 if call.evict_before else 1
+    if not len(call.rows) == len(call.positions) == k.shape[0] >= least:
         raise InvalidRequest(
-            f"rows and positions must name each of {k.shape[0]} tokens, at least one, got "
+            f"rows and positions must name each of {k.shape[0]} tokens, at least {least}, got "
             f"{len(call.rows)} and {len(call.positions)}"
         )
     return LayerGeometry(k.shape[1], k.shape[2], v.shape[2], k.dtype)
@@ -222,6 +236,21 @@ def _write_starts(session: WorkerSession, rows: Ints, positions: Ints) -> list[i
             first=session.starts[row],
         )
     return session.starts
+
+
+def _check_not_evicted(
+    provision: Provision, group: LayerGroup, rows: Ints, positions: Ints
+) -> None:
+    """Refuse to write what is evicted, or is about to be."""
+    for row, evicted in enumerate(provision.evicted_after(group)):
+        gone = (rows == row) & (positions < evicted)
+        if gone.any():
+            raise PositionOutOfRange(
+                f"row {row} has evicted positions below {evicted}, {int(positions[gone][0])} was "
+                "written",
+                row=row,
+                first=evicted,
+            )
 
 
 def _mark_gaps(
