@@ -73,7 +73,10 @@ class Changes:
         lost = mirror.find_lost()
         if lost is not None and any(map(int.__gt__, keep, lost.starts)):
             raise mirror.pages_lost()
-        stored = self.refresh() if mirror.uncertain else {}
+        self._pop(keep, self.refresh() if mirror.uncertain else {})
+
+    def _pop(self, keep: Sequence[int], stored: dict[Extent, Lengths]) -> None:
+        mirror = self._mirror
         # No row is kept beyond its end: so a worker can tell when it holds all that is left.
         keep = tuple(map(min, keep, mirror.longest()))
 
@@ -96,14 +99,13 @@ class Changes:
             PagesLost: Another extent was found to be lost; what is left is known now.
         """
         mirror = self._mirror
-        if mirror.uncertain:
-            self.refresh()
+        stored = self.refresh() if mirror.uncertain else {}
         lost = mirror.find_lost()
         keep = mirror.shortest()
         if lost is not None:
             keep = tuple(map(min, keep, lost.starts))
         if lost is not None or any(map(int.__lt__, keep, mirror.longest())):
-            self.pop(keep)
+            self._pop(keep, stored)
         mirror.step = None
         return keep
 
@@ -153,7 +155,8 @@ class Changes:
         mirror = self._mirror
         nothing = (0,) * mirror.num_rows
         # Nobody can be asked what a lost extent held; it was at least what is known.
-        lengths = dict(mirror.lengths) if mirror.find_lost() is not None else {}
+        has_gap = mirror.find_lost() is not None
+        lengths = dict(mirror.lengths) if has_gap else {}
         stored: dict[Extent, Lengths] = {}
         for extent in mirror.extents:
             if extent.lost:
@@ -168,6 +171,8 @@ class Changes:
                 )
             mirror.last_step = max(mirror.last_step, info.step)
             stored[extent] = info.extents[0].stops or nothing
+            if has_gap:  # what lies beside it need not reach as far as the next one begins
+                extent.stops = stored[extent]
             for layer, of_layer in enumerate(info.lengths):
                 known = lengths.get(layer, nothing)
                 lengths[layer] = tuple(map(max, known, of_layer))

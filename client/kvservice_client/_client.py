@@ -112,11 +112,13 @@ class Client:
     def attach(self, session_id: str) -> Session:
         """Take a session over, where an earlier holder has left it.
 
-        The earlier holder, if it still lives, gets StaleEpoch from now on.
+        The earlier holder, if it still lives, gets StaleEpoch from now on. If a worker has died
+        with a part of the session, its first call raises PagesLost; `Session.roll_back` says how
+        many tokens still hold, and goes on from there.
 
         Raises:
             SessionNotFound: It was released, or its lease has expired.
-            PagesLost: A worker has died with some of it.
+            PagesLost: Workers have died with all of it.
         """
         request = types_pb2.AttachRequest(session_id=check_session_id(session_id))
         attached = self._connections.ask(FRONT, "Attach", request).session
@@ -194,7 +196,11 @@ class Client:
     def _session(self, opened: types_pb2.Session) -> Session:
         mirror = Mirror(convert.session_from_pb(opened))
         told = reachable_extents(self._connections, opened)
-        mirror.extents, mirror.spares = adopt((), told, mirror.longest(), mirror.spec.spread)
+        held = [one for one in told if one.incarnation]
+        mirror.extents, mirror.spares = adopt((), held, mirror.longest(), mirror.spec.spread)
+        for missing in told:
+            if not missing.incarnation:
+                mirror.miss(missing.starts)
         return Session(self._connections, self._leases, mirror, self)
 
 

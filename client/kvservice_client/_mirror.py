@@ -248,6 +248,12 @@ class Mirror:
         """How many extents and spares are known to be lost."""
         return sum(extent.lost for extent in (*self.extents, *self.spares))
 
+    def miss(self, starts: Lengths) -> None:
+        """Note that what nobody knows any more is gone: each row's positions from `starts` on."""
+        below = sum(any(map(int.__lt__, one.starts, starts)) for one in self.extents)
+        self.extents.insert(below, Extent("", "", starts, starts, lost=True, replaced=True))
+        self.uncertain = True  # where the extents beside it end is for their workers to say
+
     def find_lost(self) -> Extent | None:
         """Return the lowest extent that is lost."""
         return next((extent for extent in self.extents if extent.lost), None)
@@ -257,9 +263,10 @@ class Mirror:
         lost = self.find_lost()
         assert lost is not None, "nothing is lost"
         position = min(lost.starts, default=0)
+        who = f"the worker {lost.worker_id or lost.address}" if lost.address else "a worker"
         return PagesLost(
-            f"the worker {lost.worker_id or lost.address} has died with this session's pages from "
-            f"position {position} on: pop to there, and feed the rest again",
+            f"{who} has died with this session's pages from position {position} on: roll back, and "
+            "feed the rest again",
             from_position=position,
         )
 

@@ -98,7 +98,8 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
     ) -> RemoteCache:
         """Take over a session that another cache has left, at its stored length.
 
-        After a crash in the middle of a step, call `rollback` next.
+        After a crash in the middle of a step, or the loss of a worker, call `rollback` next: it
+        says how many tokens still hold.
 
         Raises:
             SessionNotFound: It was released or has expired.

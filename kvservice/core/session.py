@@ -101,7 +101,8 @@ class Extent:
 
     `starts` is empty while nothing is stored and the start is not fixed. `followed_by` is the
     incarnation on which the session goes on behind the extent; empty: it ends here. `capability`
-    is what its worker has issued for it, if it wants one to be shown.
+    is what its worker has issued for it, if it wants one to be shown. An extent without a worker,
+    in the answer to Attach, is lost, and all that follows its `starts`.
     """
 
     worker_id: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, Final
 
 from kvservice.clock import Clock
@@ -14,6 +15,7 @@ from kvservice.core.errors import (
     Conflict,
     InvalidRequest,
     KVServiceError,
+    PagesLost,
     PermissionDenied,
     PositionOutOfRange,
     Unimplemented,
@@ -22,7 +24,7 @@ from kvservice.core.extents import find_loss, join_parts, merge_sessions, row_le
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.membership import Event, Membership
 from kvservice.core.recovery import TakeOver
-from kvservice.core.session import SessionInfo
+from kvservice.core.session import Extent, SessionInfo
 from kvservice.manager import growth
 from kvservice.manager.routes import Part, Routes, WorkerHandle, copy_of, merged
 from kvservice.v1 import manager_pb2, types_pb2
@@ -177,7 +179,10 @@ class PageManager:
 
     def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
         key = (caller.tenant, session_id_from_pb(request.session_id))
-        parts = self._routes.parts(key, caller)
+        try:
+            parts = self._routes.parts(key, caller)
+        except PagesLost:  # of what is left it can be said how much still holds
+            parts = self._routes.parts(key, caller, keep_at_most=0)
         epoch = min(part.info.epoch for part in parts)
         if request.HasField("epoch"):
             epoch = at_least_one(request.epoch, "epoch")
@@ -189,7 +194,7 @@ class PageManager:
             forwarded = copy_of(request, epoch=epoch)
             answer = self._routes.ask(part.worker_id, "Attach", forwarded, caller)
             taken.append(Part(part.worker_id, session_from_pb(answer.session)))
-        return types_pb2.AttachResponse(session=merged(taken))
+        return types_pb2.AttachResponse(session=_what_is_left(taken))
 
     def _same_for_all(
         self, request: Any, caller: Caller, *, keep_at_most: int | None = None
@@ -394,6 +399,20 @@ class PageManager:
     def worker_died(self, worker_id: str, incarnation: str) -> None:
         """Note that a worker is known to be gone: what it held is lost."""
         self._routes.bury(worker_id, incarnation)
+
+
+def _what_is_left(parts: Sequence[Part]) -> types_pb2.Session:
+    """Return a session of which something may be lost: then an extent without a worker says from
+    which position on."""
+    infos = [part.info for part in parts]
+    loss = find_loss(infos)
+    if loss is None:
+        return merged(parts)
+    joined = join_parts(infos)
+    num_rows = len(joined.lengths[0]) if joined.lengths else joined.spec.num_rows
+    from_there = (loss.position,) * num_rows
+    lost = Extent("", "", "", from_there, from_there)
+    return session_to_pb(replace(joined, extents=(*joined.extents, lost)))
 
 
 def _own_lengths(part: Part) -> tuple[int, ...]:

@@ -308,6 +308,38 @@ def test_roll_back_after_a_loss(start: Start, dead: tuple[int, ...]) -> None:
         backend.restart(index)
 
 
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_attaching_after_a_loss(start: Start, dead: int) -> None:
+    """Who takes over what is left is told so by every call, until it has rolled back."""
+    backend = start(num_workers=3)
+    driver = Driver.open(backend.connect(config=QUICK), page_size=4, spread=3)
+    driver.step(12)
+    extents = driver.session._mirror.extents
+    left = extents[dead].starts
+    index = backend.index_of(extents[dead].worker_id)
+    backend.kill(index)
+    backend.bury(index)
+    for _ in range(2):  # it may have to be done again
+        driver.session = backend.connect(config=QUICK).attach(driver.session.detach())
+        for call in (
+            lambda: driver.session.attend(0, *driver.tokens(1)),
+            lambda: driver.session.read(0, 0, 1),
+            lambda: driver.session.fork(),
+        ):
+            with pytest.raises(PagesLost) as failure:
+                call()
+            assert failure.value.metadata["from_position"] == str(left[0])
+    assert driver.session.roll_back() == left
+    driver.dense.pop(keep=left)
+    driver.step(12 - left[0])
+    driver.step()
+    driver.check_stored()
+    heir = backend.connect(config=QUICK).attach(driver.session.id)
+    assert heir.lengths(0) == (13, 13), "what was lost is forgotten"
+    heir.release()
+    backend.restart(index)
+
+
 def test_another_loss_while_rolling_back(start: Start) -> None:
     """A worker that dies while the cut is made takes along what it holds, and no more is said to
     be left than is."""
