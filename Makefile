@@ -1,8 +1,10 @@
 # Each target does its own set-up in .venv, from nothing. PYTHON=... chooses the interpreter.
 #
 #   make demo          a real model, its keys and values on two workers
-#   make test          all tests but the model matrix; ARGS="-k name" is handed to pytest
+#   make test          all tests but the next three; ARGS="-k name" is handed to pytest
 #   make test-matrix   every model family and decoding strategy
+#   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
+#   make soak          open and close 20,000 sessions, and look for leaks
 #   make bench         what the service costs, as ratios to local attention
 #   make check         format, lint, types, protocol, generated code
 #   make format        rewrite what `check` would complain about, as far as tools can
@@ -35,11 +37,20 @@ demo: setup
 
 .PHONY: test
 test: setup setup-proto
-	$(BIN)/python -m pytest -m "not matrix" $(ARGS)
+	$(BIN)/python -m pytest -m "not matrix and not chaos and not soak" $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: setup
 	$(BIN)/python -m pytest -m matrix $(ARGS)
+
+.PHONY: chaos
+chaos: setup
+	KVSERVICE_CHAOS_RESULTS=tests/chaos/RESULTS.md \
+	  $(BIN)/python -m pytest tests/chaos -m "not soak" $(ARGS)
+
+.PHONY: soak
+soak: setup
+	$(BIN)/python -m pytest tests/chaos -m soak -s $(ARGS)
 
 .PHONY: bench
 bench: setup

@@ -1,0 +1,82 @@
+"""Chaos with real processes: every test adds rows to a table of faults.
+
+`make chaos` runs all of it and keeps the table in RESULTS.md; `make test` runs the short ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.results import Row, as_table
+from tests.chaos.service import TTL_S, Service, serving
+
+RESULTS = "KVSERVICE_CHAOS_RESULTS"
+"""Names the file that the table goes to."""
+
+_rows = pytest.StashKey[list[Row]]()
+
+Report = Callable[..., None]
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Report:
+    """Adds a row to the table; fails if the recovery took longer than its bound."""
+
+    def report(
+        promises: str,
+        fault: str,
+        *,
+        lost: str = "nothing",
+        recovery_s: float | None = None,
+        bound_s: float | None = None,
+        num_checked: int,
+    ) -> None:
+        rows = request.config.stash.setdefault(_rows, [])
+        rows.append(Row(promises, fault, lost, recovery_s, bound_s, num_checked))
+        if recovery_s is not None and bound_s is not None:
+            assert recovery_s <= bound_s, f"{fault}: {recovery_s:.2f} s, at most {bound_s:g} s"
+
+    return report
+
+
+@pytest.fixture(scope="session")
+def shared_service() -> Iterator[Service]:
+    """A manager and two workers."""
+    with serving(2) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared_service: Service) -> Iterator[Service]:
+    """A manager and two workers, whole; afterwards no page is used and all invariants hold."""
+    shared_service.repair()
+    yield shared_service
+    for process in (shared_service.manager, *shared_service.workers):
+        if process.running:
+            process.thaw()
+    shared_service.repair()
+    shared_service.settle(timeout_s=TTL_S + 1.0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    rows = terminalreporter.config.stash.get(_rows, [])
+    if not rows:
+        return
+    lines = as_table(rows)
+    failed = len(terminalreporter.stats.get("failed", [])) + len(
+        terminalreporter.stats.get("error", [])
+    )
+    total = (
+        f"{len(rows)} faults, {sum(row.num_checked for row in rows)} answers checked, 0 of them "
+        f"wrong, {sum(row.leaked_pages for row in rows)} leaked pages, {failed} tests failed"
+    )
+    terminalreporter.section("faults")
+    for line in (*lines, "", total):
+        terminalreporter.line(line)
+    if path := os.environ.get(RESULTS):
+        intro = 'What `make chaos` printed last; see README.md, "When a worker dies".'
+        Path(path).write_text("\n".join((f"# Faults\n\n{intro}\n", *lines, "", f"{total}.", "")))

@@ -1,0 +1,52 @@
+"""A manager or a worker as a process: says where it serves, then does what its stdin says.
+
+    python -m tests.chaos.serving_process manager|worker SETTINGS
+
+SETTINGS is a JSON object of fields of `ManagerSettings` or `WorkerSettings`. With `tcp_lane` a
+worker offers its lane over TCP alone, so that a proxy can stand in its way. `check` on stdin is
+answered by `ok`, or by the invariant that does not hold; the end of stdin ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from kvservice.config import ManagerSettings, WorkerSettings
+from kvservice.runtime.manager import ManagerServer
+from kvservice.runtime.worker import WorkerServer
+
+
+def main(kind: str, settings: dict[str, Any]) -> None:
+    if kind == "manager":
+        with ManagerServer(ManagerSettings(**settings)) as manager:
+            print(json.dumps({"address": manager.address}), flush=True)
+            sys.stdin.read()
+        return
+    tcp_lane = settings.pop("tcp_lane", False)
+    with WorkerServer(WorkerSettings(**settings)) as worker:
+        if tcp_lane:
+            lane = worker._lane
+            assert lane is not None
+            lane.addresses = worker.lane_addresses = lane.addresses[1:]
+        said = {"address": worker.address, "lanes": worker.lane_addresses}
+        print(json.dumps(said), flush=True)
+        for line in sys.stdin:
+            assert line == "check\n", line
+            print(_check(worker), flush=True)
+
+
+def _check(worker: WorkerServer) -> str:
+    try:
+        worker.worker.check()
+        worker.worker.audit()
+        found = {kind: n for kind, n in worker.worker.stats().page_discrepancies.items() if n}
+        assert not found, found
+    except AssertionError as error:
+        return f"broken: {str(error) or 'an invariant'}".replace("\n", " ")
+    return "ok"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
