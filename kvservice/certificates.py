@@ -65,6 +65,11 @@ def check_certificates(name: str, found: Certificates, now: float) -> None:
             ) from None
 
 
+def end_of(pem: bytes) -> float:
+    """Return when the first certificate of a PEM text expires, in seconds since the epoch."""
+    return x509.load_pem_x509_certificates(pem)[0].not_valid_after_utc.timestamp()
+
+
 def caller_of_name(name: str) -> Caller | None:
     """Return whom a certificate's URI names: `spiffe://DOMAIN/ROLE/TENANT`; None: nobody of ours.
 

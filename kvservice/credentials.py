@@ -74,6 +74,11 @@ class WatchedFiles(Generic[T]):
                 self._lock.release()
         return self._value
 
+    def up_to_date(self) -> bool:
+        """Whether the value is what the files hold now: False while they cannot be read."""
+        self.get()
+        return self._marks is not None
+
     def _refresh(self) -> None:
         self._look_at = self._clock.monotonic() + LOOK_AGAIN_S
         names = ", ".join(map(str, self._paths))
@@ -142,6 +147,7 @@ class TokenFile:
             return _read_tokens(path, raw)
 
         self._file = WatchedFiles((path,), read, clock=clock, secret=(True,))
+        self.up_to_date = self._file.up_to_date
 
     def find(self, token: str) -> Caller | None:
         """Return whose token it is; None if nobody's, any more."""
@@ -217,6 +223,7 @@ class KeyFile:
             return Keyring(_read_keys(path, raw))
 
         self._file = WatchedFiles((path,), read, clock=clock, secret=(True,))
+        self.up_to_date = self._file.up_to_date
 
     def get(self) -> Keyring:
         """Return the keys as they are now."""
@@ -278,6 +285,7 @@ class CertificateFiles:
 
         secret = (False, True, False)[: len(paths)]
         self._files = WatchedFiles(paths, read, clock=clock, secret=secret)
+        self.up_to_date = self._files.up_to_date
 
     def get(self) -> Certificates:
         return self._files.get()
@@ -303,6 +311,11 @@ class QuotaFile:
             return _read_quotas(path, raw)
 
         self._file = WatchedFiles((path,), read, clock=clock, secret=(False,))
+        self.up_to_date = self._file.up_to_date
+
+    def tenants(self) -> tuple[str, ...]:
+        """Return the tenants that have a table of their own."""
+        return tuple(self._file.get()[1])
 
     def of(self, tenant: str) -> Quota:
         """Return the quota of a tenant, as it is now."""

@@ -64,7 +64,9 @@ class Claims:
     def check_time(self, now: float) -> None:
         """Raise Unauthenticated unless now is within the capability's life."""
         if now >= self.ends_at:
-            raise Unauthenticated("the capability has expired: renew the lease, or attach again")
+            raise Unauthenticated(
+                "the capability has expired: renew the lease, or attach again", cause="expired"
+            )
         if now < self.issued_at - CLOCK_SKEW_S:
             raise Unauthenticated("the capability is not valid yet: look at the clocks")
 

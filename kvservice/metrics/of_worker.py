@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from kvservice.core.caller import ANONYMOUS
+from kvservice.core.quota import QuotaOf
 from kvservice.core.session import PoolStats, WorkerStats
-from kvservice.metrics.families import Collected, counter, counter_by, gauge, gauge_by, histogram
+from kvservice.metrics.families import (
+    Collected,
+    Labels,
+    counter,
+    counter_by,
+    gauge,
+    gauge_by,
+    histogram,
+)
 from kvservice.metrics.process import Metrics
 
 MAX_TENANTS: Final = 50
@@ -27,16 +37,21 @@ class WorkerMetrics(Metrics):
         self.registry.register(Collected(lambda: _of_worker(stats())))
 
     def watch_tenants(
-        self, pages: Callable[[], Mapping[str, int]], named: Collection[str], worker_id: str
+        self,
+        pages: Callable[[], Mapping[str, int]],
+        named: Callable[[], Iterable[str]],
+        quota_of: QuotaOf,
     ) -> None:
         """Report the pages of tenants from now on.
 
         Args:
             pages: Returns the pages that each tenant's sessions hold.
-            named: Those with a series of their own, at most `MAX_TENANTS`; others are `other`.
+            named: Returns those with a series of their own; the first `MAX_TENANTS` of them get
+                one, all others together are `other`.
         """
-        assert len(named) <= MAX_TENANTS, "each tenant is a series"
-        self.registry.register(Collected(lambda: [_of_tenants(pages(), named, worker_id)]))
+        self.registry.register(
+            Collected(lambda: _of_tenants(pages(), list(named()), quota_of, self.labels))
+        )
 
 
 _COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerStats], int]], ...]] = (
@@ -110,16 +125,27 @@ def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
     )
 
 
-def _of_tenants(pages: Mapping[str, int], named: Collection[str], worker_id: str) -> Metric:
-    sums = dict.fromkeys((*named, "other"), 0)
+def _of_tenants(
+    pages: Mapping[str, int], named: list[str], quota_of: QuotaOf, labels: Labels
+) -> Iterator[Metric]:
+    shown = list(dict.fromkeys((ANONYMOUS.tenant, *named)))[:MAX_TENANTS]
+    sums = dict.fromkeys((*shown, "other"), 0)
     for tenant, number in pages.items():
-        sums[tenant if tenant in named else "other"] += number
-    return gauge_by(
+        sums[tenant if tenant in sums else "other"] += number
+    yield gauge_by(
         "kvservice_tenant_pages",
         "Pages that a tenant's sessions hold; a shared one counts for each of them.",
-        {"worker": worker_id},
+        labels,
         "tenant",
         sums,
+    )
+    quotas = {tenant: quota_of(tenant).pages for tenant in shown}
+    yield gauge_by(
+        "kvservice_tenant_quota_pages",
+        "Pages that a tenant may have here, where that is limited.",
+        labels,
+        "tenant",
+        {tenant: limit for tenant, limit in quotas.items() if limit is not None},
     )
 
 

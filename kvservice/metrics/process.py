@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 
 import prometheus_client
@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from kvservice import __version__, config
 from kvservice.core.distribution import SECONDS, Histogram
 from kvservice.core.recorder import AUTH_REASONS, MethodRecorder, QueueRecorder
-from kvservice.metrics.families import Collected, Labels, gauge, histogram
+from kvservice.metrics.families import Collected, Labels, gauge, gauge_by, histogram
 
 # One more series for each counter, which nobody reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -32,9 +32,9 @@ class Metrics:
             labels: Of the series that are this process's own: of a worker, its name.
         """
         self.registry = CollectorRegistry()
-        self._labels = dict(labels or {})
+        self.labels = dict(labels or {})
         self._methods: list[_MethodMetrics] = []
-        self.queue: QueueRecorder = _QueueMetrics(self.registry, self._labels)
+        self.queue: QueueRecorder = _QueueMetrics(self.registry, self.labels)
         prometheus_client.ProcessCollector(registry=self.registry)
         prometheus_client.PlatformCollector(registry=self.registry)
         prometheus_client.GCCollector(registry=self.registry)
@@ -70,6 +70,17 @@ class Metrics:
         )
         self._methods.append(made)
         return made
+
+    def watch_files(
+        self, up_to_date: Callable[[], bool], certificate_ends: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Report on secret and other files from now on.
+
+        Args:
+            up_to_date: Whether what holds is what the files say now.
+            certificate_ends: Returns when certificates expire, by role, in seconds since the epoch.
+        """
+        self.registry.register(Collected(lambda: _of_files(up_to_date(), certificate_ends())))
 
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
@@ -184,6 +195,22 @@ def _of_build() -> Iterator[Metric]:
         "Settings of the environment that inject faults; must be 0 in production.",
         {},
         len(config.failpoints()),
+    )
+
+
+def _of_files(up_to_date: bool, certificate_ends: Mapping[str, float]) -> Iterator[Metric]:
+    yield gauge(
+        "kvservice_config_last_reload_successful",
+        "Whether what holds is what tokens, keys, quotas and certificates say in their files now.",
+        {},
+        up_to_date,
+    )
+    yield gauge_by(
+        "kvservice_tls_certificate_expiry_timestamp_seconds",
+        "When a certificate in use expires, in seconds since the epoch.",
+        {},
+        "role",
+        certificate_ends,
     )
 
 

@@ -51,6 +51,7 @@ class ManagerServer(ProcessServer):
         )
         running.callback(self.manager.close)
         metrics.watch(self.manager.membership, self._clock)
+        metrics.watch_files(secrets.up_to_date, secrets.certificate_ends)
         self._serve_metrics(running, metrics, settings)
         self._serve_health(running, server, settings)
         watch = _Watch(self.manager, self._clock)

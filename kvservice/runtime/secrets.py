@@ -33,9 +33,32 @@ class Secrets:
         if security.key_file is not None:
             self._keys = KeyFile(Path(security.key_file), clock)
         self.quota_of: QuotaOf = unlimited
+        self._quotas: QuotaFile | None = None
         if security.quota_file is not None:
-            self.quota_of = QuotaFile(Path(security.quota_file), clock).of
+            self._quotas = QuotaFile(Path(security.quota_file), clock)
+            self.quota_of = self._quotas.of
         self._certificates = self._open_certificates()
+
+    def up_to_date(self) -> bool:
+        """Whether what holds is what the files say now: False if one has become unreadable."""
+        files = (self._tokens, self._keys, self._quotas, self._certificates)
+        return all(file.up_to_date() for file in files if file is not None)
+
+    def certificate_ends(self) -> dict[str, float]:
+        """Return when our certificates expire, in seconds since the epoch: `server`, and `ca`."""
+        if self._certificates is None:
+            return {}
+        from kvservice.certificates import end_of
+
+        found = self._certificates.get()
+        ends = {"server": end_of(found.certificate)}
+        if found.ca:
+            ends["ca"] = end_of(found.ca)
+        return ends
+
+    def named_tenants(self) -> tuple[str, ...]:
+        """Return the tenants that an operator has named: those with quotas of their own."""
+        return () if self._quotas is None else self._quotas.tenants()
 
     def guard(self, name: str) -> Guard:
         """Return what stands before a server.

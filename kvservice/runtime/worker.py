@@ -17,7 +17,6 @@ from kvservice.config import (
     format_size,
     memory_limit_bytes,
 )
-from kvservice.core.caller import ANONYMOUS
 from kvservice.metrics import WorkerMetrics
 from kvservice.runtime.process import ProcessServer, failpoints
 from kvservice.runtime.secrets import Secrets
@@ -82,7 +81,8 @@ class WorkerServer(ProcessServer):
         self.worker = self._make_worker()
         running.callback(self.worker.close)
         metrics.watch(self.worker.stats)
-        metrics.watch_tenants(self.worker.tenant_pages, (ANONYMOUS.tenant,), settings.worker_id)
+        metrics.watch_tenants(self.worker.tenant_pages, secrets.named_tenants, secrets.quota_of)
+        metrics.watch_files(secrets.up_to_date, secrets.certificate_ends)
         self._serve_metrics(running, metrics, settings)
         self._serve_health(running, server, settings)
         self._drain = Drain(self.worker, self._clock)

@@ -202,9 +202,11 @@ class Guard:
     def check(self, credential: Credential) -> None:
         """Raise Unauthenticated unless a credential names somebody, and still holds."""
         if credential.caller is None:
-            raise Unauthenticated("who calls is not known: present a token, or a certificate")
+            raise Unauthenticated(
+                "who calls is not known: present a token, or a certificate", cause="missing"
+            )
         if self.has_ended(credential):
-            raise Unauthenticated("the credential has ended: present a valid one")
+            raise Unauthenticated("the credential has ended: present a valid one", cause="expired")
 
     def has_ended(self, credential: Credential) -> bool:
         """Return whether what was shown does not hold any more."""

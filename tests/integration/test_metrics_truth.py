@@ -174,6 +174,7 @@ class Workload:
             "kvservice_failpoints",
             "kvservice_queue",
             "kvservice_auth_failures",
+            "kvservice_config_last_reload",
             "kvservice_stream_call_seconds",
         )
         ours = {name: value for name, value in ours.items() if not name.startswith(process)}

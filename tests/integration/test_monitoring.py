@@ -9,13 +9,15 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvservice.certificates import make_development_certificates
 from kvservice.clock import SystemClock
-from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
+from kvservice.config import ManagerSettings, Security, ServerLimits, WorkerSettings
 from kvservice.core.errors import KVServiceError
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
@@ -67,6 +69,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
             )
             workers.append(running.enter_context(WorkerServer(settings)))
         until(lambda: len(first.manager.workers()) == 2)
+        secured = running.enter_context(WorkerServer(secured_settings(folder)))
         first.stop(0.1)
         manager = start_manager(port)
         running.callback(manager.stop, 0.1)
@@ -77,7 +80,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
             running_prometheus(
                 folder / "prometheus",
                 manager=str(manager.metrics_address),
-                workers=[str(worker.metrics_address) for worker in workers],
+                workers=[str(worker.metrics_address) for worker in (*workers, secured)],
                 alertmanager=alertmanager,
             )
         )
@@ -86,8 +89,23 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
         load = Load(client)
         running.callback(load.stop)
         load.start()
-        until(lambda: prometheus.targets_up() == 3, 30.0)
+        until(lambda: prometheus.targets_up() == 4, 30.0)
         yield Monitored(manager, workers, client, prometheus, alertmanager)
+
+
+def secured_settings(folder: Path) -> WorkerSettings:
+    """Return the settings of a lone worker with certificates and quotas."""
+    make_development_certificates(
+        folder / "tls", hosts=(), callers=(), days=30, now=SystemClock().time()
+    )
+    (folder / "quotas.toml").write_text("[tenants.default]\npages = 1000\n")
+    security = Security(
+        tls_cert=str(folder / "tls" / "server.pem"),
+        tls_key=str(folder / "tls" / "server.key"),
+        tls_ca=str(folder / "tls" / "ca.pem"),
+        quota_file=str(folder / "quotas.toml"),
+    )
+    return WorkerSettings("secured", 64 << 20, metrics_port=0, limits=LIMITS, security=security)
 
 
 def start_manager(port: int = 0) -> ManagerServer:
@@ -175,6 +193,8 @@ def test_prometheus_has_what_is_exported(monitored: Monitored) -> None:
     # At every moment that was scraped, under load.
     assert p.value(f"max(max_over_time(abs({leak})[30s:500ms]))") == 0
     assert (p.value('sum(max_over_time(kvservice_pages{state="used"}[30s]))') or 0) >= 6
+    ends_in = "kvservice_tls_certificate_expiry_timestamp_seconds{role='server'} - time()"
+    assert (p.value(ends_in) or 0) == pytest.approx(30 * 86400, abs=600)
     assert p.value('sum(kvservice_workers{state="alive"})') == 2
     assert p.value('kvservice_manager_recoveries_total{outcome="complete"}') == 1
 

@@ -13,11 +13,12 @@ from kvservice.core import errors
 from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.distribution import POWERS, SECONDS, Distribution, Histogram
 from kvservice.core.membership import Membership
+from kvservice.core.quota import UNLIMITED, Quota
 from kvservice.core.recorder import AUTH_REASONS, auth_reason
 from kvservice.core.recovery import Recovery
 from kvservice.core.session import PoolStats, WorkerStats
 from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
-from kvservice.metrics.of_worker import MAX_POOLS
+from kvservice.metrics.of_worker import MAX_POOLS, MAX_TENANTS
 from kvservice_workers.counters import DISCREPANCIES, FAILURE_REASONS, FREE_REASONS, REPLAYED
 
 RPC = {
@@ -34,6 +35,8 @@ RPC = {
     "kvservice_queue_wait_seconds": "histogram",
     "kvservice_build_info": "gauge",
     "kvservice_failpoints_enabled": "gauge",
+    "kvservice_config_last_reload_successful": "gauge",
+    "kvservice_tls_certificate_expiry_timestamp_seconds": "gauge",
 }
 WORKER = {
     "kvservice_worker_info": "gauge",
@@ -61,6 +64,7 @@ WORKER = {
     "kvservice_reconcile_discrepancies_total": "counter",
     "kvservice_session_pages": "histogram",
     "kvservice_tenant_pages": "gauge",
+    "kvservice_tenant_quota_pages": "gauge",
 }
 MANAGER = {
     "kvservice_workers": "gauge",
@@ -116,7 +120,12 @@ def worker() -> WorkerMetrics:
     metrics.method("unary", "a.Service", "Do")
     metrics.method("bidi_stream", "a.Service", "Flow")
     metrics.watch(lambda: STATS)
-    metrics.watch_tenants(lambda: {"a": 1, "b": 2, "c": 4}, ("a", "z"), "w0")
+    metrics.watch_tenants(
+        lambda: {"a": 1, "b": 2, "c": 4},
+        lambda: ("a", "z"),
+        lambda tenant: Quota(pages=9) if tenant == "a" else UNLIMITED,
+    )
+    metrics.watch_files(lambda: True, lambda: {"server": 5000.0})
     return metrics
 
 
@@ -128,6 +137,7 @@ def manager_metrics(recovery: Recovery | None = None) -> ManagerMetrics:
     metrics.method("unary", "a.Service", "Do")
     metrics.method("bidi_stream", "a.Service", "Flow")
     metrics.watch(lambda: Membership(views, 2, recovery), clock)
+    metrics.watch_files(lambda: True, lambda: {"server": 5000.0})
     return metrics
 
 
@@ -233,8 +243,21 @@ def test_tenants_that_are_not_named_are_one_series(worker: WorkerMetrics) -> Non
     pages = {name: n for name, n in found.items() if name.startswith("kvservice_tenant_pages")}
     assert pages == {
         f'kvservice_tenant_pages{{tenant="{tenant}",worker="w0"}}': number
-        for tenant, number in (("a", 1), ("z", 0), ("other", 6))
+        for tenant, number in (("default", 0), ("a", 1), ("z", 0), ("other", 6))
     }
+    quotas = {name: n for name, n in found.items() if name.startswith("kvservice_tenant_quota")}
+    assert quotas == {'kvservice_tenant_quota_pages{tenant="a",worker="w0"}': 9}
+
+
+def test_at_most_so_many_tenants_are_named() -> None:
+    """An operator who names a thousand gets as many series as there may be."""
+    metrics = WorkerMetrics("w0")
+    many = [f"t{number}" for number in range(1000)]
+    metrics.watch_tenants(lambda: dict.fromkeys(many, 1), lambda: many, lambda _: UNLIMITED)
+    found = samples(exposed(metrics))
+    pages = [n for name, n in found.items() if name.startswith("kvservice_tenant_pages")]
+    assert len(pages) == MAX_TENANTS + 1
+    assert sum(pages) == 1000
 
 
 @pytest.mark.parametrize(
