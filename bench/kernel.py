@@ -66,22 +66,23 @@ def paged(
     heads: tuple[int, int] = (HEADS, KV_HEADS),
     dim: int = DIM,
     dtype: torch.dtype = torch.float32,
+    page_size: int = PAGE_SIZE,
 ) -> Paged:
     """Lay rows out in pages of random order, in an arena a quarter larger than they need."""
     rng = np.random.default_rng(0)
-    counts = [-(-length // PAGE_SIZE) for length in lengths]
+    counts = [-(-length // page_size) for length in lengths]
     num_pages = sum(counts) * 5 // 4 + 1
     free = rng.permutation(num_pages).astype(np.int32)
     tables = np.full((len(lengths), max(counts)), -1, np.int32)
     for row, count in enumerate(counts):
         tables[row, :count], free = free[:count], free[count:]
     k_pages, v_pages = (
-        torch.randn(num_pages, heads[1], PAGE_SIZE, dim).to(dtype) for _ in range(2)
+        torch.randn(num_pages, heads[1], page_size, dim).to(dtype) for _ in range(2)
     )
     stops = np.array(lengths, np.int64)
     zeros = np.zeros(len(lengths), np.int64)
     batch = PagedBatch(
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         page_tables=tables,
         kv_starts=zeros,
         kv_stops=stops,

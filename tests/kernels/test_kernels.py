@@ -11,7 +11,7 @@ from hypothesis import given
 
 from kvservice.core.errors import Unimplemented
 from kvservice.core.session import MaskKind
-from kvservice_workers.attention import cpu, native
+from kvservice_workers.attention import matmul, native
 from kvservice_workers.attention.batch import AttentionParams, Partial
 from kvservice_workers.attention.dispatch import (
     CPU_KERNELS,
@@ -183,7 +183,7 @@ def test_error_in_half_precision_is_that_of_plain_attention(
 @pytest.mark.parametrize("window", [None, 5])
 def test_matmul_is_bounded_in_memory(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of scores held at a time does not grow with the prompt; nothing else changes."""
-    monkeypatch.setattr(cpu, "MAX_SCORES", 4 * 50 * 2)
+    monkeypatch.setattr(matmul, "MAX_SCORES", 4 * 50 * 2)
     case = make_case(PAST_AND_NEW, AttentionParams(scale=0.2, softcap=3.0, window=window))
     check(run(CPU_KERNELS[2], Call(*case.arguments)), case)
 

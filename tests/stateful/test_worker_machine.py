@@ -79,12 +79,14 @@ def numbers(host: HostTensor) -> np.ndarray:
 class WorkerMachine(RuleBasedStateMachine):
     """Sessions of two layers, one of them with a window, on a worker that is soon full."""
 
+    device = "cpu"
+
     sessions = Bundle("sessions")
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        config = WorkerConfig("w", "life", budget_bytes=NUM_PAGES * PAGE_BYTES)
+        config = WorkerConfig("w", "life", budget_bytes=NUM_PAGES * PAGE_BYTES, device=self.device)
         self.worker = PageWorker(config, clock=self.clock)
         self.models: list[Model] = []
         self.next_value = 1.0

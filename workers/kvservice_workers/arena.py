@@ -20,6 +20,7 @@ import torch
 
 from kvservice.core.geometry import DType, LayerGeometry
 from kvservice_workers.page_table import PageCopy
+from kvservice_workers.staging import staging_of
 
 TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,
@@ -46,6 +47,11 @@ def page_bytes(geometry: LayerGeometry, page_size: int) -> int:
     return page_size * geometry.token_bytes
 
 
+def is_token_major(device: torch.device) -> bool:
+    """Return whether pages on a device are [page_size, num_kv_heads, dim]."""
+    return device.type != "cpu"
+
+
 class Arena:
     """K and V of one layer, for the pages of one pool.
 
@@ -65,7 +71,7 @@ class Arena:
         self.geometry = geometry
         self.page_size = page_size
         self.device = device
-        self.on_cpu = device.type == "cpu"
+        self.on_cpu = not is_token_major(device)
         self.page_bytes = page_bytes(geometry, page_size)
         self.capacity = 0
         self._reserved = 0
@@ -112,12 +118,40 @@ class Arena:
             self._k_host[pages, :, offsets] = k
             self._v_host[pages, :, offsets] = v
         else:
-            at = (
-                torch.from_numpy(pages).to(self.device),
-                torch.from_numpy(offsets).to(self.device),
-            )
-            self._k[at] = self._to_device(k)
-            self._v[at] = self._to_device(v)
+            self._store_staged(pages, offsets, k, v)
+
+    def store_and_bring(
+        self, pages: Indices, offsets: Indices, k: Array, v: Array, q: Array
+    ) -> torch.Tensor:
+        """Write tokens as `store` does, and return q as a tensor on the arena's device; one copy.
+
+        Args:
+            q: [num_queries, num_q_heads, k_dim], with the arena's numpy dtype.
+        """
+        if self.on_cpu:
+            self.store(pages, offsets, k, v)
+            return _as_torch(q.copy(), self.geometry.dtype)
+        [there] = self._store_staged(pages, offsets, k, v, q)
+        return there
+
+    def _store_staged(
+        self, pages: Indices, offsets: Indices, k: Array, v: Array, *beside: Array
+    ) -> list[torch.Tensor]:
+        dtype = TORCH_DTYPES[self.geometry.dtype]
+        at_pages, at_offsets, k_there, v_there, *others = staging_of(self.device).upload(
+            [pages, offsets, k, v, *beside],
+            [torch.int64, torch.int64, dtype, dtype, *(dtype for _ in beside)],
+        )
+        # Of equal slots the last must win, which torch does not promise.
+        slots = pages * self.page_size + offsets
+        if len(np.unique(slots)) < len(slots):
+            _, last = np.unique(slots[::-1], return_index=True)
+            kept = torch.from_numpy(len(slots) - 1 - last).to(self.device)
+            at_pages, at_offsets = at_pages[kept], at_offsets[kept]
+            k_there, v_there = k_there[kept], v_there[kept]
+        self._k[at_pages, at_offsets] = k_there
+        self._v[at_pages, at_offsets] = v_there
+        return others
 
     def load(self, pages: Indices, offsets: Indices) -> tuple[Array, Array]:
         """Return K and V of slots, [num_tokens, num_kv_heads, dim], fresh, in numpy's dtype."""
@@ -170,10 +204,6 @@ class Arena:
             )
         self._reserved = num_pages
         self.addresses = (self._k.data_ptr(), self._v.data_ptr())
-
-    def _to_device(self, array: Array) -> torch.Tensor:
-        host = _as_torch(np.ascontiguousarray(array), self.geometry.dtype)
-        return host.to(self.device, non_blocking=False)
 
     def _to_host(self, tensor: torch.Tensor) -> Array:
         tensor = tensor.cpu().contiguous()

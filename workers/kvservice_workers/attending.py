@@ -170,6 +170,8 @@ def paged_batch(
     lengths: Sequence[int],
     query_counts: Sequence[int],
     query_positions: Sequence[int],
+    *,
+    token_major: bool,
 ) -> PagedBatch:
     """Return what a kernel needs to know of the rows, with `lengths` stored."""
     kv_stops = np.array(lengths, np.int64)
@@ -193,6 +195,7 @@ def paged_batch(
         chunk_origins=np.array(leading, np.int64),
         padding=tuple(bits) if any(row is not None for row in bits) else (),
         query_padding=_query_padding(session, query_counts, query_positions),
+        token_major=token_major,
     )
 
 

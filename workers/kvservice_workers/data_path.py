@@ -59,9 +59,10 @@ class DataPath:
             arena = self._prepare(session, group, call, plan)
             self._failpoints.passed("attend.pages_taken")
             if call.k is not None and call.v is not None:
-                self._store(session, group, arena, call, plan)
-            batch = self._batch(session, group, plan)
-        q = as_torch(call.q).to(arena.device)
+                q = self._store(session, group, arena, call, plan)
+            else:
+                q = as_torch(call.q).to(arena.device)
+            batch = self._batch(session, group, plan, token_major=not arena.on_cpu)
         started = self._clock.monotonic()
         partial = dispatch.attend(
             q, arena.k, arena.v, batch, _params(call, session.num_rows, arena.device)
@@ -69,8 +70,8 @@ class DataPath:
         self._counters.timings.attention(self._clock.monotonic() - started, session.num_rows)
         self._settle(session, group, arena, call, plan, batch)
         if call.partial:
-            return AttendResult(to_host(partial.out), to_host(partial.lse))
-        return AttendResult(to_host(partial.out.to(TORCH_DTYPES[plan.geometry.dtype])))
+            return AttendResult(*to_host(partial.out, partial.lse))
+        return AttendResult(*to_host(partial.out.to(TORCH_DTYPES[plan.geometry.dtype])))
 
     def attend_steadily(
         self,
@@ -164,7 +165,8 @@ class DataPath:
         arena: Arena,
         call: AttendCall,
         plan: AttendPlan,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Store the call's tokens; return its queries, on the arena's device."""
         assert session.step is not None
         assert call.k is not None
         assert call.v is not None
@@ -178,7 +180,7 @@ class DataPath:
         if kept is not None:
             k, v = k[kept], v[kept]
         with group.pool.lock:
-            arena.store(pages, offsets, k, v)
+            q = arena.store_and_bring(pages, offsets, k, v, as_numpy(call.q))
         session.geometries[call.layer] = plan.geometry
         if session.starts is None:
             session.starts = list(plan.positions)
@@ -190,8 +192,11 @@ class DataPath:
             grown = sum(session.longest_of_all()) - before
             self._counters.count_stored(grown, call.k.num_bytes + call.v.num_bytes)
         session.step.appended[call.layer] = plan.positions
+        return q
 
-    def _batch(self, session: WorkerSession, group: LayerGroup, plan: AttendPlan) -> PagedBatch:
+    def _batch(
+        self, session: WorkerSession, group: LayerGroup, plan: AttendPlan, *, token_major: bool
+    ) -> PagedBatch:
         cache = {} if session.step is None else session.step.batches
         key = (
             group.window,
@@ -203,7 +208,12 @@ class DataPath:
         batch = cache.get(key)
         if batch is None:
             batch = cache[key] = paged_batch(
-                session, group, plan.lengths, plan.query_counts, plan.query_positions
+                session,
+                group,
+                plan.lengths,
+                plan.query_counts,
+                plan.query_positions,
+                token_major=token_major,
             )
         return batch
 

@@ -8,6 +8,7 @@ import torch
 
 from kvservice.core.geometry import DType, HostTensor
 from kvservice_workers.arena import NUMPY_DTYPES, TORCH_DTYPES
+from kvservice_workers.staging import staging_of
 
 Array = npt.NDArray[np.generic]
 
@@ -30,12 +31,22 @@ def as_torch(tensor: HostTensor) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def to_host(tensor: torch.Tensor) -> HostTensor:
-    """Return a tensor's elements as a host tensor."""
-    tensor = tensor.detach().cpu().contiguous()
-    dtype = _DTYPES[tensor.dtype]
-    raw = tensor.view(torch.int16) if dtype is DType.BFLOAT16 else tensor
-    return HostTensor(dtype, tuple(tensor.shape), raw.numpy().tobytes())
+def to_host(*tensors: torch.Tensor) -> list[HostTensor]:
+    """Return the elements of tensors of one device as host tensors; one copy from the device."""
+    dtypes = [_DTYPES[tensor.dtype] for tensor in tensors]
+    if not tensors[0].is_cpu:
+        data = staging_of(tensors[0].device).download(tensors)
+    else:
+        data = [_bytes(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    return [
+        HostTensor(dtype, tuple(tensor.shape), raw)
+        for tensor, dtype, raw in zip(tensors, dtypes, data, strict=True)
+    ]
+
+
+def _bytes(tensor: torch.Tensor, dtype: DType) -> bytes:
+    tensor = tensor.detach().contiguous()
+    return (tensor.view(torch.int16) if dtype is DType.BFLOAT16 else tensor).numpy().tobytes()
 
 
 def from_numpy(array: Array, dtype: DType) -> HostTensor:

@@ -6,8 +6,8 @@ A `PagedBatch` is worked out once per step and layer group; all layers of the gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ class PagedBatch:
         q_positions: i64[num_rows]. Position of the row's first query; the others follow it.
         query_padding: None, or bool[num_queries]: queries that are padding, and return out = 0
             and lse = -inf.
+        token_major: Pages are [num_pages, page_size, num_kv_heads, dim], as GPUs want them, instead
+            of [num_pages, num_kv_heads, page_size, dim].
+        memo: What kernels have worked out about the batch, by keys of their own. All layers of a
+            step share it. Writing an entry twice does no harm.
     """
 
     page_size: int
@@ -50,6 +54,8 @@ class PagedBatch:
     chunk_origins: npt.NDArray[np.int64]
     padding: tuple[npt.NDArray[np.uint8] | None, ...] = ()
     query_padding: npt.NDArray[np.bool_] | None = None
+    token_major: bool = False
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def num_rows(self) -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvservice.core.errors import Unimplemented
-from kvservice_workers.attention import cpu, native
+from kvservice_workers.attention import cpu, cuda, matmul, native
 from kvservice_workers.attention.batch import AttentionParams, PagedBatch, Partial
 from kvservice_workers.attention.validate import validate
 
@@ -49,13 +49,18 @@ class Kernel:
 
 
 def _serves_native(call: Call) -> bool:
-    return native.serves(call.k_pages, call.v_pages, call.params)
+    in_tiles = not call.batch.token_major
+    return in_tiles and native.serves(call.k_pages, call.v_pages, call.params)
 
 
 def _serves_flash(call: Call) -> bool:
     params = call.params
     plain = params.softcap is None and params.dense is None and params.bias is None
     return plain and call.k_pages.shape[3] == call.v_pages.shape[3]
+
+
+def _serves_varlen(call: Call) -> bool:
+    return call.batch.token_major and cuda.serves(call.k_pages, call.v_pages, call.params)
 
 
 def _serves_all(_call: Call) -> bool:
@@ -71,7 +76,11 @@ def _run_flash(call: Call, rows: Rows, result: Partial) -> None:
 
 
 def _run_matmul(call: Call, rows: Rows, result: Partial) -> None:
-    cpu.attend_matmul(call.q, call.k_pages, call.v_pages, call.batch, call.params, rows, result)
+    matmul.attend(call.q, call.k_pages, call.v_pages, call.batch, call.params, rows, result)
+
+
+def _run_varlen(call: Call, rows: Rows, result: Partial) -> None:
+    cuda.attend(call.q, call.k_pages, call.v_pages, call.batch, call.params, rows, result)
 
 
 CPU_KERNELS: Sequence[Kernel] = (
@@ -81,7 +90,12 @@ CPU_KERNELS: Sequence[Kernel] = (
 )
 """A row goes to the first that serves the call and takes as many queries."""
 
-KERNELS: dict[str, Sequence[Kernel]] = {"cpu": CPU_KERNELS}
+CUDA_KERNELS: Sequence[Kernel] = (
+    Kernel("cuda_varlen", _serves_varlen, _run_varlen),
+    Kernel("cuda_matmul", _serves_all, _run_matmul),
+)
+
+KERNELS: dict[str, Sequence[Kernel]] = {"cpu": CPU_KERNELS, "cuda": CUDA_KERNELS}
 """By device type."""
 
 

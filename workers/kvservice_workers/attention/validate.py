@@ -29,22 +29,25 @@ def validate(
         GeometryMismatch: The queries do not fit the arena.
         InvalidRequest: Anything else disagrees with what `PagedBatch` and `AttentionParams` say.
     """
-    _check_arena(q, k_pages, v_pages, batch.page_size)
+    _check_arena(q, k_pages, v_pages, batch)
     _check_batch(batch, q.shape[0])
     _check_params(batch, params, q.shape[1])
 
 
 def _check_arena(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, page_size: int
+    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, batch: PagedBatch
 ) -> None:
     if q.ndim != 3 or k_pages.ndim != 4 or v_pages.ndim != 4:
         raise InvalidRequest(
             "q must have 3 dimensions and pages 4, "
             f"got q {tuple(q.shape)}, k {tuple(k_pages.shape)}, v {tuple(v_pages.shape)}"
         )
-    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[2] != page_size:
+    heads, tokens = (2, 1) if batch.token_major else (1, 2)
+    if k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[tokens] != batch.page_size:
+        layout = ["num_pages", "num_kv_heads", str(batch.page_size), "dim"]
+        layout[1:3] = (layout[heads], layout[tokens])
         raise InvalidRequest(
-            f"k and v pages must be [num_pages, num_kv_heads, {page_size}, dim], "
+            f"k and v pages must be [{', '.join(layout)}], "
             f"got {tuple(k_pages.shape)} and {tuple(v_pages.shape)}"
         )
     if q.dtype not in FLOATS or not q.dtype == k_pages.dtype == v_pages.dtype:
@@ -52,7 +55,7 @@ def _check_arena(
             "q, k and v must be of one float dtype, "
             f"got {q.dtype}, {k_pages.dtype} and {v_pages.dtype}"
         )
-    num_q_heads, num_kv_heads = q.shape[1], k_pages.shape[1]
+    num_q_heads, num_kv_heads = q.shape[1], k_pages.shape[heads]
     if num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise GeometryMismatch(
             f"{num_q_heads} query heads are not a multiple of {num_kv_heads} KV heads"
