@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -18,7 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvservice.config import ConfigError
 from kvservice.core.caller import Caller, Role, check_tenant
 from kvservice.core.errors import InvalidRequest
-from kvservice.credentials import Certificates
+from kvservice.credentials import Certificates, replace_file
 
 TRUST_DOMAIN: Final = "kvservice"
 _PUBLIC: Final = 0o644
@@ -225,16 +224,6 @@ def _write(
     for path, data, mode in zip(paths, (private, public), (_PRIVATE, _PUBLIC), strict=True):
         replace_file(path, data, mode)
     return paths
-
-
-def replace_file(path: Path, data: bytes, mode: int) -> None:
-    """Write a file so that whoever reads it sees the old or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)
-        file.write(data)
-    temporary.replace(path)
 
 
 def _public_bytes(key: object) -> bytes:

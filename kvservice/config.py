@@ -197,6 +197,14 @@ class Security:
     def encrypts(self) -> bool:
         return self.tls_cert is not None
 
+    def check_shared_key(self) -> None:
+        """Raise ConfigError where manager and workers could not know each other."""
+        if self.authenticates and self.key_file is None:
+            raise ConfigError(
+                "manager and workers need a key to know each other by: give all of them the same "
+                "--key, a file made by: (umask 077; openssl rand -hex 32 > FILE)"
+            )
+
     def check_reach(self, host: str) -> None:
         """Raise ConfigError where others could reach what is open to everybody."""
         if self.insecure or is_loopback(host):
@@ -249,7 +257,7 @@ class ManagerSettings:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
         _check_listening(self.host, self.health_port or 0, self.advertise_host, None)
         self.security.check_reach(self.host)
-        _check_shared_key(self.security)
+        self.security.check_shared_key()
         if self.workers_expected < 0:
             raise ConfigError(f"workers_expected must be at least 0, got {self.workers_expected}")
 
@@ -298,7 +306,7 @@ class WorkerSettings:
             raise ConfigError(f"max_sessions must be at least 1, got {self.max_sessions}")
         self.security.check_reach(self.host)
         if self.manager_address is not None:
-            _check_shared_key(self.security)
+            self.security.check_shared_key()
 
 
 def _check_listening(
@@ -343,14 +351,6 @@ def failpoints() -> list[str]:
     failpoints."""
     of_ray = sorted(name for name in os.environ if name.startswith("RAY_testing_"))
     return of_ray + [point.name for point in stated_failpoints()]
-
-
-def _check_shared_key(security: Security) -> None:
-    if security.authenticates and security.key_file is None:
-        raise ConfigError(
-            "manager and workers need a key to know each other by: give all of them the same "
-            "--key, a file made by: (umask 077; openssl rand -hex 32 > FILE)"
-        )
 
 
 def environment() -> dict[str, str]:

@@ -369,3 +369,13 @@ def _text(path: Path, raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text in UTF-8") from None
+
+
+def replace_file(path: Path, data: bytes, mode: int) -> None:
+    """Write a file so that whoever reads it sees the old or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, mode)
+        file.write(data)
+    temporary.replace(path)

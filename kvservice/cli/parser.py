@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvservice import __version__
-from kvservice.cli import serving, showing
+from kvservice.cli import securing, serving, showing
 from kvservice.cli.exits import EXPLAINED, USAGE
 from kvservice.cluster.launch import LOCAL
 from kvservice.config import Budget, ConfigError, parse_budget
@@ -55,6 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_manager(add("manager", serving.manager, "run a manager alone, in the foreground"))
     _add_worker(add("worker", serving.worker, "run one worker alone, in the foreground"))
     _add_demo(add("demo", serving.demo, "generate text by a model whose cache is on two workers"))
+    _add_certs(add("certs", securing.certs, "make certificates for development"))
+    _add_token(add("token", securing.token, "make a bearer token"))
     return parser
 
 
@@ -115,6 +117,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="each worker's for probes (default: none)",
     )
     _add_placing(parser)
+    _add_security(parser)
     staying = parser.add_mutually_exclusive_group()
     staying.add_argument(
         "--detach", action="store_true", help="return as soon as the service is healthy"
@@ -197,6 +200,7 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="of a manager or a lone worker (default: the one that `up` has started)",
     )
+    _add_calling(parser)
 
 
 def _add_manager(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +276,111 @@ def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
         metavar="HOST",
         help="what others are to connect to, where --host is 0.0.0.0 or ::",
     )
+    _add_security(parser)
+
+
+def _add_security(parser: argparse.ArgumentParser) -> None:
+    """Of servers. Secrets are in files: nothing of them is ever part of a command line."""
+    group = parser.add_argument_group("who may connect and call")
+    group.add_argument(
+        "--tokens",
+        type=_path,
+        metavar="FILE",
+        help="bearer tokens, a line `TOKEN TENANT ROLE` each; see `kvservice token`",
+    )
+    group.add_argument(
+        "--key",
+        type=_path,
+        metavar="FILE",
+        help="what manager and workers know each other by: 64 hexadecimal digits, the same for all",
+    )
+    group.add_argument(
+        "--quotas", type=_path, metavar="FILE", help="what tenants may take; see SECURITY.md"
+    )
+    group.add_argument(
+        "--tls-cert", type=_path, metavar="FILE", help="the server's certificate, for TLS"
+    )
+    group.add_argument("--tls-key", type=_path, metavar="FILE", help="its private key")
+    group.add_argument(
+        "--tls-ca",
+        type=_path,
+        metavar="FILE",
+        help="who signs the certificates of manager, workers and callers",
+    )
+    group.add_argument("--mutual-tls", action="store_true", help="callers must show a certificate")
+    group.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        help="what the servers' certificates name (default: their addresses)",
+    )
+    group.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve other machines without authentication, or in plaintext",
+    )
+
+
+def _add_calling(parser: argparse.ArgumentParser) -> None:
+    """Of commands that ask a server."""
+    group = parser.add_argument_group("who asks")
+    group.add_argument(
+        "--token-file", type=_path, metavar="FILE", help="holds the bearer token to present"
+    )
+    group.add_argument(
+        "--tls-ca", type=_path, metavar="FILE", help="who signs the server's certificate, for TLS"
+    )
+    group.add_argument(
+        "--tls-cert", type=_path, metavar="FILE", help="our own certificate, for mutual TLS"
+    )
+    group.add_argument("--tls-key", type=_path, metavar="FILE", help="its private key")
+    group.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        help="what the server's certificate names (default: its address)",
+    )
+
+
+def _add_certs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="where to; a CA that is there already signs the others anew",
+    )
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="under which servers are reached, beside localhost; may be repeated",
+    )
+    for role in ("tenant", "operator", "metrics"):
+        parser.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help=f"for a caller of the role {role}; may be repeated",
+        )
+    parser.add_argument(
+        "--days", type=float, default=30.0, metavar="N", help="how long they hold (default: 30)"
+    )
+
+
+def _add_token(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tenant", metavar="TENANT", help="whose it is")
+    parser.add_argument(
+        "--role",
+        choices=("tenant", "operator", "metrics"),
+        default="tenant",
+        help="what it is for (default: tenant)",
+    )
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help="a token file to add its hash to (default: the line is printed after the token)",
+    )
 
 
 def _add_serving(parser: argparse.ArgumentParser) -> None:
@@ -293,6 +402,11 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where pages are (default: cpu)"
     )
+    parser.add_argument(
+        "--zero-freed-pages",
+        action="store_true",
+        help="overwrite pages as soon as nobody holds them any more",
+    )
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:
@@ -310,6 +424,10 @@ def _address(text: str) -> str:
     if not host or not port.isdigit():
         raise argparse.ArgumentTypeError(f'expected HOST:PORT, got "{text}"')
     return text
+
+
+def _path(text: str) -> str:
+    return str(Path(text).absolute())  # whoever reads it may be elsewhere
 
 
 def _budget(text: str) -> Budget:

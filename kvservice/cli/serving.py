@@ -88,6 +88,22 @@ def _options(arguments: argparse.Namespace) -> ServiceOptions:
         manager_address=arguments.manager_address or "",
         worker_domain=arguments.worker_domain,
         by_resource=arguments.by_resource,
+        zero_freed_pages=arguments.zero_freed_pages,
+        security=_security(arguments),
+    )
+
+
+def _security(arguments: argparse.Namespace) -> config.Security:
+    return config.Security(
+        token_file=arguments.tokens,
+        key_file=arguments.key,
+        quota_file=arguments.quotas,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        tls_ca=arguments.tls_ca,
+        mutual_tls=arguments.mutual_tls,
+        tls_server_name=arguments.tls_server_name,
+        insecure=arguments.insecure,
     )
 
 
@@ -156,6 +172,7 @@ def manager(arguments: argparse.Namespace) -> int:
         metrics_port=arguments.metrics_port,
         health_port=arguments.health_port,
         workers_expected=arguments.workers_expected,
+        security=_security(arguments),
     )
     _check_ports(arguments, "port", "metrics_port", "health_port")
     try:
@@ -183,6 +200,8 @@ def worker(arguments: argparse.Namespace) -> int:
         health_port=arguments.health_port,
         device=arguments.device,
         manager_address=arguments.manager,
+        security=_security(arguments),
+        zero_freed_pages=arguments.zero_freed_pages,
     )
     name = settings.worker_id
     return _run(WorkerServer(settings), {"workerId": name}, name, arguments)

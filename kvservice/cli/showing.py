@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kvservice import config
 from kvservice.cli.exits import NOT_RUNNING, OK, UNHEALTHY, NotRunning
+from kvservice.cli.securing import calling
 from kvservice.cli.serving import described
 from kvservice.cluster.processes import is_alive
 from kvservice.cluster.state import Kind, RunState, StateStore
@@ -34,7 +35,7 @@ def status(arguments: argparse.Namespace) -> int:
     found: dict[str, object] = {} if state is None else described(state)
     found["managerAddress"] = address = arguments.address or (state and state.manager_address)
     try:
-        with connect(str(address), timeout_s=_TIMEOUT_S) as client:
+        with connect(str(address), timeout_s=_TIMEOUT_S, **calling(arguments)) as client:
             workers = _workers(client)
     except KVServiceError as error:
         return _print_status(arguments, UNHEALTHY, found | {"reason": error.message})
@@ -151,7 +152,7 @@ def _connect(arguments: argparse.Namespace) -> Client:
                 'start it by "kvservice up", or state --address HOST:PORT'
             )
         address = state.manager_address
-    return connect(address, timeout_s=_TIMEOUT_S)
+    return connect(address, timeout_s=_TIMEOUT_S, **calling(arguments))
 
 
 def _find(name: str) -> RunState | None:

@@ -56,7 +56,7 @@ def start(request: dict[str, Any], tell: Tell, clock: Clock) -> dict[str, object
         Unavailable: Something could not be placed or did not start in time. What this call has
             started is ended.
     """
-    options = ServiceOptions(**request["options"])
+    options = ServiceOptions.from_json(request["options"])
     deadline = clock.monotonic() + request["timeout_s"]
     connect(request, tell, deadline, clock)
     existing = find_actor(MANAGER_NAME)

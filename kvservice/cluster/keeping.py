@@ -33,7 +33,7 @@ def keep(request: dict[str, Any], tell: Tell, clock: Clock) -> dict[str, object]
     Raises:
         Unavailable: The cluster does not answer, so that connecting again is worth a try.
     """
-    options = ServiceOptions(**request["options"])
+    options = ServiceOptions.from_json(request["options"])
     scale_file = Path(request["scale_file"]) if request["scale_file"] else None
     connect(request, tell, clock.monotonic() + request["timeout_s"], clock)
     told = None

@@ -21,6 +21,7 @@ from kvservice.cluster.ports import check_listening, check_port_free, free_ports
 from kvservice.cluster.processes import end, find_process, is_alive, members
 from kvservice.cluster.state import Actor, Kind, RunState, ServiceOptions, StateStore
 from kvservice.core.errors import AlreadyExists, Conflict, InvalidRequest, Unavailable
+from kvservice.runtime.secrets import Secrets
 
 LOCAL: Final = "local"
 """The Ray address that means: one of our own."""
@@ -219,6 +220,9 @@ class Launcher:
 
     def _start_local(self, options: ServiceOptions, timeout_s: float) -> RunState:
         host = options.host or _LOOPBACK
+        options.security.check_reach(host)
+        options.security.check_shared_key()
+        Secrets(options.security, self._clock)  # what is wrong with them is better known now
         # Chosen here, not by the manager, which must come back at them after a restart.
         port, metrics_port = free_ports(host, 2)
         options = replace(

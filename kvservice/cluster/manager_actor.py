@@ -51,6 +51,7 @@ class ManagerActor:
                 metrics_port=options.metrics_port,
                 health_port=options.health_port,
                 workers_expected=options.total_workers,
+                security=options.security,
             )
         )
         serve(self._server)
@@ -144,6 +145,8 @@ def worker_plans(
                     health_port=None if health is None else port(health, index),
                     manager_address=options.manager_address or manager_address,
                     domain=options.worker_domain,
+                    security=replace(options.security, token_file=None),
+                    zero_freed_pages=options.zero_freed_pages,
                 )
             )
         before += group.num_workers

@@ -12,14 +12,14 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Self
 
 from kvservice.cluster.processes import ProcessKey
-from kvservice.config import Budget
+from kvservice.config import Budget, Security
 from kvservice.core.errors import Conflict, InvalidRequest
 
 WORKER_PREFIX: Final = "kv-worker-"
@@ -76,6 +76,8 @@ class ServiceOptions:
             10-0-0-7.DOMAIN. Empty: by their address.
         by_resource: Place by the resources kvmanager, kvworker and kvworker_gpu alone, also where
             no node has them yet.
+        zero_freed_pages: Workers overwrite pages as soon as nobody holds them any more.
+        security: Who may connect and call. Workers get the paths, but not that of the tokens.
     """
 
     num_workers: int = 1
@@ -95,6 +97,14 @@ class ServiceOptions:
     manager_address: str = ""
     worker_domain: str = ""
     by_resource: bool = False
+    zero_freed_pages: bool = False
+    security: Security = field(default_factory=Security)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return what `dataclasses.asdict` has made a mapping of."""
+        security = Security(**values.get("security", {}))
+        return cls(**{**values, "security": security})
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_gpu_workers"):
@@ -260,7 +270,7 @@ def _decode(values: dict[str, object]) -> RunState:
         raise ValueError("options or actors are missing")
     return RunState(
         kind=Kind(values.pop("kind")),
-        options=ServiceOptions(**options),
+        options=ServiceOptions.from_json(options),
         head=ProcessKey(**head) if isinstance(head, dict) else None,
         actors=tuple(Actor(**actor) for actor in actors),
         **values,  # type: ignore[arg-type]

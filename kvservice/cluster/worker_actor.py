@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvservice.cluster.serving import serve, where
-from kvservice.config import Budget, WorkerSettings
+from kvservice.config import Budget, Security, WorkerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class WorkerPlan:
     health_port: int | None
     manager_address: str
     domain: str = ""
+    security: Security = field(default_factory=Security)
+    zero_freed_pages: bool = False
 
 
 class WorkerActor:
@@ -51,6 +53,8 @@ class WorkerActor:
                 metrics_port=plan.metrics_port,
                 health_port=plan.health_port,
                 manager_address=plan.manager_address,
+                security=plan.security,
+                zero_freed_pages=plan.zero_freed_pages,
             )
         )
         serve(self._server)

@@ -12,16 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _ALPN: Final = ["h2"]
-# By the name of OpenSSL's reason: what the other side has said about our certificate.
-_THEIR_WORDS: Final = {
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a client certificate: give one that its CA has "
-    "signed",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not know the CA of our certificate: have it signed by "
-    "the CA that the server trusts",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it says that our certificate has expired: renew it",
-    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not take our certificate",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "it does not take our certificate",
-}
+_PLAINTEXT: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_EOF_WHILE_READING")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +72,26 @@ def _refusal_of_tls(address: str, tls: Shown, timeout_s: float) -> str | None:
     with contextlib.closing(_connected(address, timeout_s)) as connection:
         try:
             with context.wrap_socket(connection, server_hostname=name) as wrapped:
-                # With TLS 1.3 a server that does not take our certificate says so only now.
-                wrapped.settimeout(timeout_s)
-                wrapped.recv(1)
+                # A server that does not take our certificate ends the connection only now; one
+                # that does speaks first.
+                if wrapped.recv(1):
+                    return None
         except ssl.SSLCertVerificationError as error:
             return f"its certificate is refused: {error.verify_message or error.reason}"
         except ssl.SSLError as error:
-            reason = error.reason or ""
-            if reason in (
-                "WRONG_VERSION_NUMBER",
-                "RECORD_LAYER_FAILURE",
-                "UNEXPECTED_EOF_WHILE_READING",
-            ):
+            if (error.reason or "") in _PLAINTEXT:
                 return "the server does not speak TLS, and this client does: leave out tls="
-            return _THEIR_WORDS.get(reason)
-        except ConnectionError:
-            return "the server does not speak TLS, or ends it at once: is it plaintext?"
-        except OSError:
+            return f"the handshake fails: {error.reason}"
+        except TimeoutError:
             return None
-    return None
+        except ConnectionError:
+            return "the server does not speak TLS, and this client does: leave out tls="
+    if tls.certificate is None:
+        return "the server wants a client certificate: say tls=Tls(cert_file=..., key_file=...)"
+    return (
+        f"the server does not take {tls.certificate}: it must be signed by the CA that the server "
+        "trusts, and be valid now"
+    )
 
 
 def _connected(address: str, timeout_s: float) -> socket.socket:
