@@ -5,7 +5,7 @@
 #   make test-matrix   every model family and decoding strategy
 #   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
 #   make soak          open and close 20,000 sessions, and look for leaks
-#   make gpu-check    on a machine with a GPU: kernels, a worker, bandwidth, the demo
+#   make gpu-check     on a machine with a GPU: kernels, a worker, bandwidth, the demo
 #   make bench         what the service costs, as ratios to local attention
 #   make check         format, lint, types, protocol, generated code
 #   make format        rewrite what `check` would complain about, as far as tools can
@@ -52,6 +52,7 @@ chaos: setup
 .PHONY: soak
 soak: setup
 	$(BIN)/python -m pytest tests/chaos -m soak -s $(ARGS)
+
 .PHONY: gpu-check
 gpu-check: setup
 	@.ci/gpu_check

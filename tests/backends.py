@@ -1,4 +1,4 @@
-"""The same service in two ways: inside this process, and behind gRPC on loopback."""
+"""The same service in three ways: in this process, and behind gRPC, with and without lanes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvservice.clock import Clock, SystemClock
+from kvservice.config import ServerLimits
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import Unavailable
+from kvservice.core.recorder import NullRpcRecorder
 from kvservice.embedded import MANAGER_ADDRESS, EmbeddedService
 from kvservice.manager import PageManager
 from kvservice.server.app import GrpcServer
 from kvservice.server.heartbeat import HeartbeatSource
+from kvservice.server.lane import LaneServer
 from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client import Client, ClientConfig
 from kvservice_client._connections import Connections
-from kvservice_client._transport import Dial
+from kvservice_client._transport import Dial, Transport
 from kvservice_client._transport_grpc import GrpcTransport
+from kvservice_client._transport_lane import LaneTransport
 from kvservice_client._watchdog import Watchdog
 from kvservice_client.testing import eventually
 from kvservice_workers.data_plane.service import WorkerService
@@ -165,29 +169,47 @@ def embedded_backend(
 
 
 class GrpcWorker:
-    """A worker behind a server, with its heartbeats."""
+    """A worker behind a server, with its heartbeats, and a lane if it is to have one."""
 
-    def __init__(self, config: WorkerConfig, manager_address: str, clock: Clock) -> None:
+    def __init__(
+        self, config: WorkerConfig, manager_address: str, clock: Clock, *, lane: bool
+    ) -> None:
         self._server = GrpcServer()
         host, _, port = config.address.rpartition(":")
         bound = self._server.listen(host, int(port))
         config = replace(config, address=f"{host}:{bound}", incarnation=uuid.uuid4().hex)
         self.worker = PageWorker(config, clock=clock)
-        self._server.start(WorkerService(self.worker), WORKER)
+        self._lane = LaneServer(
+            host,
+            0,
+            advertised=None,
+            limits=ServerLimits(),
+            clock=SystemClock(),
+            recorder=NullRpcRecorder(),
+        )
+        service = WorkerService(self.worker, self._lane.admit if lane else None)
+        if lane:
+            self._lane.start(service)
+        self._server.start(service, WORKER)
         source = HeartbeatSource(self.worker)
         self._heartbeats = HeartbeatLoop(source, manager_address, clock=SystemClock())
         self._heartbeats.start()
 
     def stop(self) -> None:
         self._heartbeats.stop()
+        self._lane.stop()
         self._server.stop(0.0)
 
 
 @contextmanager
 def grpc_backend(
-    *, num_workers: int = 1, memory_bytes: int = 1 << 26, clock: Clock | None = None
+    *,
+    num_workers: int = 1,
+    memory_bytes: int = 1 << 26,
+    clock: Clock | None = None,
+    lane: bool = False,
 ) -> Iterator[Backend]:
-    """Manager and workers behind gRPC servers of this process."""
+    """Manager and workers behind gRPC servers of this process; Attend goes by lane if told so."""
     clock = clock or SystemClock()
     watchdog = Watchdog(SystemClock())
     manager = PageManager(
@@ -209,19 +231,26 @@ def grpc_backend(
             ),
             front,
             clock,
+            lane=lane,
         )
         for index in range(num_workers)
     ]
     workers = [one.worker for one in running]
+    dialled: list[LaneTransport] = []
 
-    def dial(address: str) -> GrpcTransport:
-        return GrpcTransport(address, clock=SystemClock(), watchdog=watchdog)
+    def dial(address: str) -> Transport:
+        transport = GrpcTransport(address, clock=SystemClock(), watchdog=watchdog)
+        if not lane:
+            return transport
+        laned = LaneTransport(transport, clock=SystemClock())
+        dialled.append(laned)
+        return laned
 
     def kill(index: int) -> None:
         running[index].stop()
 
     def restart(index: int) -> None:
-        running[index] = GrpcWorker(workers[index].config, front, clock)
+        running[index] = GrpcWorker(workers[index].config, front, clock, lane=lane)
         workers[index] = running[index].worker
 
     def beat() -> None:
@@ -234,6 +263,8 @@ def grpc_backend(
         eventually(lambda: len(manager.workers()) == num_workers)
         yield backend
         backend.finish()
+        fallen_back = [one for one in dialled if one._ask_at]
+        assert not fallen_back, "gRPC has served where there was a lane"
     finally:
         watchdog.close()
         for one in running:

@@ -1,9 +1,10 @@
-"""The client's suite runs twice: against a service in this process, and over gRPC."""
+"""The client's suite runs three times: on a service in this process, over gRPC, and by lane."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from tests.caching import assert_all_released
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
-BACKENDS = {"embedded": embedded_backend, "grpc": grpc_backend}
+BACKENDS = {
+    "embedded": embedded_backend,
+    "grpc": grpc_backend,
+    "lane": partial(grpc_backend, lane=True),
+}
 
 Start = Callable[..., Backend]
 
