@@ -194,8 +194,8 @@ def _options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", 5000),
         ("grpc.settings_timeout", 5000),
         # Clients ping to notice a dead server. On a busy machine pings arrive late and together:
-        # nobody is cut off for that.
-        ("grpc.http2.max_ping_strikes", 0),
+        # nobody is cut off for that, but for pings without end.
+        ("grpc.http2.max_ping_strikes", 100),
         # This is how we notice a dead client.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(limits.ping_interval_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
