@@ -13,6 +13,7 @@ from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths, adopt
 from kvservice_client._links import OUTCOME_UNKNOWN, Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._padding import Padding
 
 
 @dataclass(slots=True)
@@ -157,7 +158,7 @@ class Changes:
         # Nobody can be asked what a lost extent held; it was at least what is known.
         has_gap = mirror.find_lost() is not None
         lengths = dict(mirror.lengths) if has_gap else {}
-        stored: dict[Extent, Lengths] = {}
+        padding, stored = mirror.padding, dict[Extent, Lengths]()
         for extent in mirror.extents:
             if extent.lost:
                 continue
@@ -173,11 +174,12 @@ class Changes:
             stored[extent] = info.extents[0].stops or nothing
             if has_gap:  # what lies beside it need not reach as far as the next one begins
                 extent.stops = stored[extent]
+            padding = padding.united(Padding.of(mirror.num_rows, info.padding))
             for layer, of_layer in enumerate(info.lengths):
                 known = lengths.get(layer, nothing)
                 lengths[layer] = tuple(map(max, known, of_layer))
         mirror.lengths = {layer: one for layer, one in lengths.items() if any(one)}
-        mirror.uncertain = False
+        mirror.padding, mirror.uncertain = padding, False
         return stored
 
     # -- on all workers, or on none

@@ -15,6 +15,7 @@ from kvservice.core.errors import (
     KVServiceError,
     NotFound,
     StaleEpoch,
+    TooLarge,
     Unavailable,
 )
 from kvservice.core.geometry import DEFAULT_PAGE_SIZE, LayerGeometry, LayerSpec
@@ -119,6 +120,7 @@ class Client:
         Raises:
             SessionNotFound: It was released, or its lease has expired.
             PagesLost: Workers have died with all of it.
+            TooLarge: It has padding in too many places to be told. Nothing has changed.
         """
         request = types_pb2.AttachRequest(session_id=check_session_id(session_id))
         attached = self._connections.ask(FRONT, "Attach", request).session
@@ -132,6 +134,7 @@ class Client:
 
         Raises:
             SessionNotFound, PositionOutOfRange.
+            TooLarge: It has padding in too many places to be told.
         """
         child_id = str(uuid.uuid4())
         looked_up = types_pb2.GetSessionRequest(session_id=check_session_id(session_id))
@@ -144,11 +147,18 @@ class Client:
                 token_count=token_count,
             )
             try:
-                return self._session(self._connections.ask(FRONT, "Fork", request).session)
+                child = self._connections.ask(FRONT, "Fork", request).session
+                break
             except StaleEpoch:  # its holder has just changed it
                 if last:
                     raise
-        raise AssertionError("not reached")
+        session = self._session(child)
+        try:
+            convert.session_from_pb(child).check_padding_listed()
+        except TooLarge:
+            session.release()
+            raise
+        return session
 
     def page_stats(self) -> list[WorkerStats]:
         """Return the numbers of all workers that can be reached."""

@@ -191,6 +191,10 @@ class SharedSession:
         if self.padding is not None:
             self.padding = self.padding[list(rows)]
 
+    def adopt_padding(self, padding: npt.NDArray[np.bool_]) -> None:
+        """Take over what the service knows of padding, bool[rows, tokens]."""
+        self.padding = padding if padding.any() else None
+
     def unseen_padding(self, mask: RemoteMask | None, length: int) -> npt.NDArray[np.bool_] | None:
         """Return padding that the service does not know of yet.
 

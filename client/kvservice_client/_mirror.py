@@ -72,7 +72,7 @@ class Mirror:
         self.lengths: dict[int, Lengths] = {
             layer: lengths for layer, lengths in enumerate(info.lengths) if any(lengths)
         }
-        self.padding = Padding.none(self.num_rows)
+        self.padding = Padding.of(self.num_rows, info.padding)
         self.step: Step | None = None
         self.extents: list[Extent] = []
         # On workers that hold nothing of the session just now, but follow its changes.

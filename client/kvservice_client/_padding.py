@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,24 @@ class Padding:
     @staticmethod
     def none(num_rows: int) -> Padding:
         return Padding([_NONE] * num_rows)
+
+    @staticmethod
+    def of(num_rows: int, ranges: Iterable[RowRange]) -> Padding:
+        """Return padding as the service tells it: by row, rising."""
+        rows = [_NONE] * num_rows
+        for row, mine in groupby(ranges, key=lambda one: one.row):
+            listed = list(mine)
+            rows[row] = np.zeros(max(one.stop for one in listed), np.bool_)
+            for one in listed:
+                rows[row][one.start : one.stop] = True
+        return Padding(rows)
+
+    def united(self, other: Padding) -> Padding:
+        """Return what is padding here or there."""
+        united = self
+        for row, bits in enumerate(other._rows):
+            united, _ = united.marked(row, 0, bits)
+        return united
 
     @property
     def empty(self) -> bool:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kvservice.core.errors import (
     InvalidRequest,
     KVServiceError,
@@ -123,6 +126,18 @@ class Session:
         """Return a layer's length of each row, padding included. Asks nobody."""
         with self._lock:
             return self._mirror.layer_lengths(check_layer(layer))
+
+    def padding(self) -> npt.NDArray[np.bool_]:
+        """Return which positions are padding, bool[rows, longest length]. Asks nobody.
+
+        Who has attached to a session, or forked another's, learns it here.
+        """
+        with self._lock:
+            mirror = self._mirror
+            longest = max(mirror.longest())
+            return np.stack(
+                [mirror.padding.bits(row, 0, longest) for row in range(mirror.num_rows)]
+            )
 
     # -- attention
 

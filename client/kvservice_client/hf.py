@@ -168,6 +168,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
             session.detach()  # what does not fit is not ours to release
             raise
         shared.session = session
+        shared.adopt_padding(session.padding())
         shared.step_start = None
         for layer, length in zip(self._remote(), lengths, strict=True):
             layer.set_length(length)

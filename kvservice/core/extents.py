@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.errors import Conflict, PagesLost
-from kvservice.core.session import Extent, SessionInfo
+from kvservice.core.session import Extent, RowRange, SessionInfo
 
 
 def merge_sessions(infos: Sequence[SessionInfo]) -> SessionInfo:
@@ -48,6 +48,8 @@ def join_parts(infos: Sequence[SessionInfo]) -> SessionInfo:
         step=max(info.step for info in ordered),
         extents=tuple(info.extents[0] for info in ordered),
         lengths=tuple(_layer_lengths(ordered, layer) for layer in range(num_layers)),
+        padding=_united(ordered),
+        padding_unlisted=any(info.padding_unlisted for info in ordered),
     )
 
 
@@ -149,6 +151,21 @@ def pages_lost(from_position: int) -> PagesLost:
         f"a worker of this session is gone, and its tokens from position {from_position} with it",
         from_position=from_position,
     )
+
+
+def _united(infos: Sequence[SessionInfo]) -> tuple[RowRange, ...]:
+    """Return all padding that the parts know of. Each knows at least of that which it holds."""
+    if len(infos) == 1:
+        return infos[0].padding
+    united: list[RowRange] = []
+    ranges = (item for info in infos for item in info.padding)
+    for item in sorted(ranges, key=lambda item: (item.row, item.start)):
+        last = united[-1] if united else None
+        if last is not None and last.row == item.row and item.start <= last.stop:
+            united[-1] = RowRange(item.row, last.start, max(last.stop, item.stop))
+        else:
+            united.append(item)
+    return tuple(united)
 
 
 def _layer_lengths(ordered: Sequence[SessionInfo], layer: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Final
 
 from kvservice.core.distribution import EMPTY, Distribution
-from kvservice.core.errors import InvalidRequest
+from kvservice.core.errors import InvalidRequest, TooLarge
 from kvservice.core.geometry import (
     DEFAULT_PAGE_SIZE,
     MAX_LAYERS,
@@ -27,6 +27,8 @@ MAX_TOKENS: Final = 1 << 40
 DEFAULT_TTL_S: Final = 60.0
 MIN_TTL_S: Final = 1.0
 MAX_TTL_S: Final = 3600.0
+MAX_PADDING_RANGES: Final = 65_536
+"""As many are told of a session by one worker."""
 
 
 def check_session_id(session_id: str) -> str:
@@ -115,8 +117,21 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class RowRange:
+    """Positions [start, stop) of one row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session as the service knows it. `lengths[layer][row]` are stored lengths as positions."""
+    """A session as the service knows it. `lengths[layer][row]` are stored lengths as positions.
+
+    `padding` is told to those who take a session over: by row, rising. If it is `unlisted`, there
+    is too much to be told, and `padding` is empty.
+    """
 
     session_id: str
     epoch: int
@@ -124,6 +139,21 @@ class SessionInfo:
     spec: SessionSpec
     extents: tuple[Extent, ...]
     lengths: tuple[tuple[int, ...], ...] = ()
+    padding: tuple[RowRange, ...] = ()
+    padding_unlisted: bool = False
+
+    def check_padding_listed(self) -> None:
+        """Refuse to go on without knowing what is padding.
+
+        Raises:
+            TooLarge: There are too many ranges of it.
+        """
+        if self.padding_unlisted:
+            raise TooLarge(
+                f"a session with more than {MAX_PADDING_RANGES} separate ranges of padding on one "
+                "worker cannot be taken over: its new holder could not be told of them",
+                limit=MAX_PADDING_RANGES,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +163,6 @@ class EndedSession:
     tenant: str
     session_id: str
     expired: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RowRange:
-    """Positions [start, stop) of one row."""
-
-    row: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,8 @@ class PageManager:
             parts = self._routes.parts(key, caller)
         except PagesLost:  # of what is left it can be said how much still holds
             parts = self._routes.parts(key, caller, keep_at_most=0)
+        for part in parts:
+            part.info.check_padding_listed()  # before the first of them changes
         epoch = min(part.info.epoch for part in parts)
         if request.HasField("epoch"):
             epoch = at_least_one(request.epoch, "epoch")

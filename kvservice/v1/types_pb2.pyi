@@ -108,20 +108,24 @@ class LayerLengths(_message.Message):
     def __init__(self, lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("session_id", "epoch", "step", "spec", "extents", "layers")
+    __slots__ = ("session_id", "epoch", "step", "spec", "extents", "layers", "padding", "padding_unlisted")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    PADDING_UNLISTED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     step: int
     spec: SessionSpec
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
     layers: _containers.RepeatedCompositeFieldContainer[LayerLengths]
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLengths, _Mapping]]] = ...) -> None: ...
+    padding: _containers.RepeatedCompositeFieldContainer[RowRange]
+    padding_unlisted: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLengths, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[RowRange, _Mapping]]] = ..., padding_unlisted: bool = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("row", "start", "stop")

@@ -201,7 +201,7 @@ class PageWorkerServiceServicer(object):
 
     def Attach(self, request, context):
         """Takes a session over. An older holder gets STALE_EPOCH from then on.
-        Errors: STALE_EPOCH
+        Errors: STALE_EPOCH, TOO_LARGE (padding in too many ranges to be told)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

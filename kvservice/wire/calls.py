@@ -18,6 +18,8 @@ from kvservice.wire.convert import (
     at_least_one,
     incarnation_from_pb,
     not_negative,
+    padding_from_pb,
+    padding_to_pb,
     session_id_from_pb,
 )
 from kvservice.wire.tensors import tensor_from_pb, tensor_to_pb
@@ -190,21 +192,6 @@ def _header_to_pb(header: core.StepHeader) -> worker_pb2.StepHeader:
         followed_by=header.followed_by,
         evict_before=evictions_to_pb(header.evict_before),
     )
-
-
-def padding_from_pb(ranges: Iterable[types_pb2.RowRange]) -> tuple[core.RowRange, ...]:
-    padding = tuple(core.RowRange(item.row, item.start, item.stop) for item in ranges)
-    for item in padding:
-        if item.row < 0 or not 0 <= item.start <= item.stop:
-            raise InvalidRequest(
-                f"padding must have row >= 0 and 0 <= start <= stop, got row {item.row}, "
-                f"[{item.start}, {item.stop})"
-            )
-    return padding
-
-
-def padding_to_pb(padding: Iterable[core.RowRange]) -> list[types_pb2.RowRange]:
-    return [types_pb2.RowRange(row=item.row, start=item.start, stop=item.stop) for item in padding]
 
 
 def evictions_from_pb(groups: Iterable[worker_pb2.EvictBefore]) -> tuple[core.EvictBefore, ...]:

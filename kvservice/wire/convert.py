@@ -140,6 +140,24 @@ def _layer_to_pb(layer: LayerSpec) -> types_pb2.LayerSpec:
     return pb
 
 
+# Padding
+
+
+def padding_from_pb(ranges: Iterable[types_pb2.RowRange]) -> tuple[core.RowRange, ...]:
+    padding = tuple(core.RowRange(item.row, item.start, item.stop) for item in ranges)
+    for item in padding:
+        if item.row < 0 or not 0 <= item.start <= item.stop:
+            raise InvalidRequest(
+                f"padding must have row >= 0 and 0 <= start <= stop, got row {item.row}, "
+                f"[{item.start}, {item.stop})"
+            )
+    return padding
+
+
+def padding_to_pb(padding: Iterable[core.RowRange]) -> list[types_pb2.RowRange]:
+    return [types_pb2.RowRange(row=item.row, start=item.start, stop=item.stop) for item in padding]
+
+
 # A session as the service knows it
 
 
@@ -185,17 +203,24 @@ def session_to_pb(info: core.SessionInfo) -> types_pb2.Session:
         spec=spec_to_pb(info.spec),
         extents=[extent_to_pb(extent) for extent in info.extents],
         layers=[types_pb2.LayerLengths(lengths=lengths) for lengths in info.lengths],
+        padding=padding_to_pb(info.padding),
+        padding_unlisted=info.padding_unlisted,
     )
 
 
 def session_from_pb(pb: types_pb2.Session) -> core.SessionInfo:
+    spec, padding = spec_from_pb(pb.spec), padding_from_pb(pb.padding)
+    if any(item.row >= spec.num_rows for item in padding):
+        raise InvalidRequest(f"padding must be of rows below {spec.num_rows}")
     return core.SessionInfo(
         session_id=session_id_from_pb(pb.session_id),
         epoch=at_least_one(pb.epoch, "epoch"),
         step=not_negative([pb.step], "step")[0],
-        spec=spec_from_pb(pb.spec),
+        spec=spec,
         extents=tuple(extent_from_pb(extent) for extent in pb.extents),
         lengths=tuple(not_negative(layer.lengths, "lengths") for layer in pb.layers),
+        padding=padding,
+        padding_unlisted=pb.padding_unlisted,
     )
 
 

@@ -78,6 +78,8 @@ def test_session_survives_the_wire(
             core.Extent("w1", "host:2", "b"),
         ),
         lengths=tuple(lengths),
+        padding=(core.RowRange(0, 0, 7), core.RowRange(0, 9, epoch + 10)),
+        padding_unlisted=epoch % 2 == 0,
     )
     sent = convert.session_to_pb(info).SerializeToString()
     assert convert.session_from_pb(types_pb2.Session.FromString(sent)) == info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvservice.core.errors import Conflict, PagesLost
 from kvservice.core.extents import Loss, current, find_loss, join_parts, merge_sessions
 from kvservice.core.placement import Candidate, rank
-from kvservice.core.session import Extent, SessionInfo, SessionSpec
+from kvservice.core.session import Extent, RowRange, SessionInfo, SessionSpec
 
 SESSION_ID = str(uuid.UUID(int=0xABC, version=4))
 
@@ -58,6 +59,19 @@ def part(
 
 def workers(info: SessionInfo) -> str:
     return "".join(extent.worker_id for extent in info.extents)
+
+
+def test_padding_is_what_any_worker_knows() -> None:
+    """Each knows at least of that which it holds; what several say is said once."""
+    first = replace(part("a", (0, 0), [(16, 16)]), padding=(RowRange(0, 0, 9), RowRange(1, 3, 5)))
+    ranges = (RowRange(0, 2, 9), RowRange(0, 16, 20), RowRange(1, 5, 6))
+    second = replace(part("b", (16, 16), [(20, 20)]), padding=ranges)
+    expected = (RowRange(0, 0, 9), RowRange(0, 16, 20), RowRange(1, 3, 6))
+    for infos in ([first, second], [second, first]):
+        assert merge_sessions(infos).padding == expected
+    assert not merge_sessions([first, second]).padding_unlisted
+    unlisted = replace(first, padding=(), padding_unlisted=True)
+    assert merge_sessions([unlisted, second]).padding_unlisted
 
 
 def test_extents_come_in_position_order() -> None:

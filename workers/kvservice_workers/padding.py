@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 PADDING = 1
 
 
@@ -46,6 +48,20 @@ class RowPadding:
         bits[start:stop] = bytes([PADDING]) * (stop - start)
         self._bits = bits
         self._settle()
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield all padding as ranges [start, stop), rising."""
+        if self._leading:
+            yield 0, self._leading
+        bits = self._bits
+        if bits is None:
+            return
+        start = bits.find(PADDING, self._leading)
+        while start >= 0:
+            stop = bits.find(0, start)
+            stop = stop if stop >= 0 else len(bits)
+            yield start, stop
+            start = bits.find(PADDING, stop)
 
     def covers(self, start: int, stop: int) -> bool:
         """Whether all positions in [start, stop) are padding."""

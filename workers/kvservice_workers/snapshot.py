@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.core.geometry import HOLE
-from kvservice.core.session import Extent, PoolStats, SessionInfo, WorkerStats
+from kvservice.core.session import (
+    MAX_PADDING_RANGES,
+    Extent,
+    PoolStats,
+    RowRange,
+    SessionInfo,
+    WorkerStats,
+)
 from kvservice_workers.counters import (
     DISCREPANCIES,
     FAILURE_REASONS,
@@ -38,8 +46,11 @@ class WorkerConfig:
     zero_freed_pages: bool = False
 
 
-def session_info(config: WorkerConfig, session: WorkerSession) -> SessionInfo:
+def session_info(
+    config: WorkerConfig, session: WorkerSession, *, with_padding: bool = False
+) -> SessionInfo:
     """Return what is said of a session to callers. The worker's lock is held."""
+    padding = _told_padding(session) if with_padding else ()
     return SessionInfo(
         session_id=session.key[1],
         epoch=session.epoch,
@@ -59,7 +70,20 @@ def session_info(config: WorkerConfig, session: WorkerSession) -> SessionInfo:
             tuple(session.layer_lengths(layer))
             for layer in range(max(session.lengths, default=-1) + 1)
         ),
+        padding=padding or (),
+        padding_unlisted=padding is None,
     )
+
+
+def _told_padding(session: WorkerSession) -> tuple[RowRange, ...] | None:
+    """Return all padding; None if there is too much to be told."""
+    ranges = (
+        RowRange(row, start, stop)
+        for row, padding in enumerate(session.padding)
+        for start, stop in padding.ranges()
+    )
+    told = tuple(islice(ranges, MAX_PADDING_RANGES + 1))
+    return told if len(told) <= MAX_PADDING_RANGES else None
 
 
 def worker_stats(

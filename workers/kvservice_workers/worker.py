@@ -188,7 +188,7 @@ class PageWorker:
         with self._changing(tenant, session_id) as parent:
             if (existing := self._sessions.find_repeat(key, origin)) is not None:
                 self._counters.replays["Fork"] += 1
-                return self._info(existing)
+                return self._info(existing, with_padding=True)
             parent.check_epoch(epoch)
             keep = self._structure.fork_lengths(parent, token_count, clip=clip)
             spec = replace(
@@ -202,19 +202,21 @@ class PageWorker:
             child = self._new_session(key, spec, origin)
             self._structure.fork(parent, child, keep, token_count)
             self._add(child)
-            return self._info(child)
+            return self._info(child, with_padding=True)
 
     def attach(self, tenant: str, session_id: str, epoch: int | None = None) -> SessionInfo:
         """Take a session over: the next epoch begins, and older holders are refused.
 
         Raises:
             SessionNotFound, StaleEpoch: Nothing has changed.
+            TooLarge: It has too many ranges of padding to be told. Nothing has changed.
         """
         with self._changing(tenant, session_id) as session:
             if epoch is None or not self._is_repeat(session, epoch, "attach"):
+                self._info(session, with_padding=True).check_padding_listed()
                 session.begin_epoch("attach")
                 self._sessions.changed(session)
-            return self._info(session)
+            return self._info(session, with_padding=True)
 
     def release(self, tenant: str, session_ids: Sequence[str]) -> int:
         """Free sessions; those that do not exist are skipped. Return how many existed."""
@@ -518,7 +520,7 @@ class PageWorker:
             SessionNotFound
         """
         with self._changing(tenant, session_id) as session:
-            return self._info(session)
+            return self._info(session, with_padding=True)
 
     def list_sessions(self, tenant: str | None) -> list[tuple[str, SessionInfo]]:
         """Return (tenant, session) of one tenant's sessions, or of all (None), oldest first."""
@@ -668,5 +670,5 @@ class PageWorker:
             with self._lock:
                 self._counters.allocation_failures[reason] += 1
 
-    def _info(self, session: WorkerSession) -> SessionInfo:
-        return session_info(self.config, session)
+    def _info(self, session: WorkerSession, *, with_padding: bool = False) -> SessionInfo:
+        return session_info(self.config, session, with_padding=with_padding)
