@@ -17,6 +17,7 @@ from kvservice.core.errors import (
     StaleEpoch,
     TooLarge,
     Unavailable,
+    Unimplemented,
 )
 from kvservice.core.geometry import DEFAULT_PAGE_SIZE, LayerGeometry, LayerSpec
 from kvservice.core.session import (
@@ -171,6 +172,29 @@ class Client:
             return [convert.record_to_pb(stats, "") for stats in self.page_stats()]
         answer = self._connections.ask(FRONT, "ListWorkers", manager_pb2.ListWorkersRequest())
         return list(answer.workers)
+
+    def drain_worker(self, worker_id: str, *, timeout_s: float = 300.0) -> manager_pb2.WorkerInfo:
+        """Let a worker take no new sessions, and leave when those it has have ended.
+
+        For operators. Returns at once; `list_workers` shows the worker until it has left.
+
+        Args:
+            timeout_s: How long it waits for its sessions. What is left of them then is lost.
+
+        Raises:
+            WorkerNotFound: There is none of that name.
+            PermissionDenied: The caller is no operator.
+            Unimplemented: This is a lone worker, with nobody to tell it.
+        """
+        if self._connections.lone_worker:
+            raise Unimplemented("a lone worker has no manager to tell it: end its process")
+        request = manager_pb2.DrainWorkerRequest(
+            worker_id=worker_id, timeout=convert.seconds_to_pb(timeout_s)
+        )
+        answer: manager_pb2.DrainWorkerResponse = self._connections.ask(
+            FRONT, "DrainWorker", request
+        )
+        return answer.worker
 
     def list_sessions(self) -> list[SessionInfo]:
         """Return the caller's sessions; all of them for operators."""

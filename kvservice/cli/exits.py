@@ -13,7 +13,7 @@ UNHEALTHY: Final = 4
 EXPLAINED: Final = """\
 exit codes:
   0        done; from `status`: healthy
-  1        failed; one line on stderr says why
+  1        failed; one line on stderr says why. From `doctor`: something is wrong
   2        the command line is wrong
   3        nothing is running under this name
   4        from `status`: the manager does not answer, or workers are missing

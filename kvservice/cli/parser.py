@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvservice import __version__
-from kvservice.cli import securing, serving, showing
+from kvservice.cli import doctor, draining, securing, serving, showing, top
 from kvservice.cli.exits import EXPLAINED, USAGE
 from kvservice.cluster.launch import LOCAL
 from kvservice.config import Budget, ConfigError, parse_budget
@@ -52,6 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_query(add("stats", showing.stats, "show how many pages and bytes are used"))
     _add_query(add("workers", showing.workers, "list the workers"))
     _add_query(add("sessions", showing.sessions, "list the sessions"))
+    _add_top(add("top", top.top, "show workers, pages, sessions, speed and alerts, live"))
+    _add_drain(add("drain", draining.drain, "let a worker end what it has, and leave"))
+    _add_query(add("doctor", doctor.doctor, "say what is wrong, and what to do about it"))
     _add_manager(add("manager", serving.manager, "run a manager alone, in the foreground"))
     _add_worker(add("worker", serving.worker, "run one worker alone, in the foreground"))
     _add_demo(add("demo", serving.demo, "generate text by a model whose cache is on two workers"))
@@ -201,6 +204,45 @@ def _add_query(parser: argparse.ArgumentParser) -> None:
         help="of a manager or a lone worker (default: the one that `up` has started)",
     )
     _add_calling(parser)
+
+
+def _add_top(parser: argparse.ArgumentParser) -> None:
+    _add_query(parser)
+    parser.description = (
+        "show workers, their pages as bars, sessions, tokens and layers per second, the slowest "
+        "percent of a layer's attention, and which alerts hold now. Ctrl-C ends it; into a pipe it "
+        "prints once."
+    )
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks; rates are of this time (default: 1)",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+
+
+def _add_drain(parser: argparse.ArgumentParser) -> None:
+    _add_query(parser)
+    parser.description = (
+        "take a worker out of service: it opens no more sessions, goes on with those it has until "
+        "they end, and then leaves for good. What is left when the time is over is lost to its "
+        "decoders, which compute it again."
+    )
+    parser.add_argument(
+        "worker", metavar="WORKER", help="its id, its address, or the host in its address"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long it waits for its sessions (default: 300)",
+    )
+    parser.add_argument(
+        "--no-wait", action="store_true", help="return as soon as it drains, not when it has left"
+    )
 
 
 def _add_manager(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,8 @@ class _Process(Protocol):
     metrics_address: str | None
     health_address: str | None
 
+    def wait(self) -> None: ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: Any) -> None: ...
@@ -221,7 +223,7 @@ def _run(process: _Process, said: dict[str, str], name: str, arguments: argparse
             print(json.dumps(said | addresses), flush=True)
         else:
             print(f"{name} serves at {process.address}", flush=True)
-        threading.Event().wait()
+        process.wait()  # until it has been drained, if it is a worker
     return OK
 
 

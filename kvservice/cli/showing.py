@@ -26,7 +26,7 @@ def status(arguments: argparse.Namespace) -> int:
     """Say where the manager is, and how its workers are."""
     state = None
     if arguments.address is None:
-        state = _find(arguments.name)
+        state = find_state(arguments.name)
         if state is None:
             return _print_status(arguments, NOT_RUNNING, {"reason": "not running"})
         if state.kind is Kind.LOCAL and (state.head is None or not is_alive(state.head)):
@@ -50,7 +50,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def stats(arguments: argparse.Namespace) -> int:
     """Show how many pages and bytes are used."""
-    with _connect(arguments) as client:
+    with connect_to(arguments) as client:
         found = client.page_stats()
     if arguments.json:
         form = [json_form(convert.stats_to_pb(worker)) for worker in found]
@@ -62,7 +62,7 @@ def stats(arguments: argparse.Namespace) -> int:
 
 def workers(arguments: argparse.Namespace) -> int:
     """List the workers."""
-    with _connect(arguments) as client:
+    with connect_to(arguments) as client:
         found = _workers(client)
     print(json.dumps({"workers": found}, indent=2) if arguments.json else _workers_table(found))
     return OK
@@ -70,7 +70,7 @@ def workers(arguments: argparse.Namespace) -> int:
 
 def sessions(arguments: argparse.Namespace) -> int:
     """List the sessions."""
-    with _connect(arguments) as client:
+    with connect_to(arguments) as client:
         found = client.list_sessions()
     if arguments.json:
         form = [json_form(convert.session_to_pb(session)) for session in found]
@@ -141,11 +141,11 @@ def _workers_table(found: list[dict[str, Any]]) -> str:
     return table(("worker", "state", "address", "device", "sessions", "free", "metrics"), rows)
 
 
-def _connect(arguments: argparse.Namespace) -> Client:
+def connect_to(arguments: argparse.Namespace) -> Client:
     """Return a client of the stated or recorded service."""
     address = arguments.address
     if address is None:
-        state = _find(arguments.name)
+        state = find_state(arguments.name)
         if state is None:
             raise NotRunning(
                 f'nothing is running under the name "{arguments.name}": '
@@ -155,7 +155,7 @@ def _connect(arguments: argparse.Namespace) -> Client:
     return connect(address, timeout_s=_TIMEOUT_S, **calling(arguments))
 
 
-def _find(name: str) -> RunState | None:
+def find_state(name: str) -> RunState | None:
     """Return the record of a service that has come as far as serving."""
     state = StateStore(config.run_directory(), name).find()
     return state if state is not None and state.manager_address else None

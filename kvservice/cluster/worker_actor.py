@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, field
+
+import ray
 
 from kvservice.cluster.serving import serve, where
 from kvservice.config import Budget, Security, WorkerSettings
@@ -58,6 +61,13 @@ class WorkerActor:
             )
         )
         serve(self._server)
+        threading.Thread(target=self._leave, name="kvservice-leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        """Go for good when the worker has been drained: Ray is not to start it again."""
+        self._server.wait()
+        self._server.stop()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def describe(self) -> dict[str, object]:
         """Return where it serves. Answers as soon as it does."""

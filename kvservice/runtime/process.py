@@ -65,6 +65,10 @@ class ProcessServer:
         self._grace_s = grace_s
         self._running.close()
 
+    def wait(self) -> None:
+        """Wait until there is nothing more to do for it: for ever, unless it is told to leave."""
+        threading.Event().wait()
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -119,7 +119,7 @@ class WorkerServer(ProcessServer):
             heartbeat.start()
         LOG.info("worker %s serves at %s", settings.worker_id, self.address)
 
-    def wait_until_drained(self) -> None:
+    def wait(self) -> None:
         """Wait until this worker is to leave: the manager has said so, and its sessions have ended
         or the time for that is over. The caller then stops it, and the manager is told."""
         self._drain.done.wait()

@@ -268,6 +268,20 @@ def test_second_service_in_the_foreground(command: Command, service: RunState) -
     assert is_healthy(command)
 
 
+def test_drained_worker_leaves_for_good(command: Command, service: RunState) -> None:
+    """Its actor ends, and Ray does not start it again; the other worker goes on.
+
+    The last one with this service, which has a worker less afterwards.
+    """
+    done = command.json("drain", "kv-worker-1")
+    assert done == {"workerId": "kv-worker-1", "hasLeft": True, "sessionsLeft": 0}
+    until(lambda: len(processes_named(service, "WorkerActor")) == 1)
+    [left] = command.json("workers")["workers"]
+    assert (left["workerId"], left["state"]) == ("kv-worker-0", "WORKER_STATE_ALIVE")
+    findings = command.json("doctor")["findings"]
+    assert {"memory", "manager", "clocks"} <= {finding["check"] for finding in findings}
+
+
 @pytest.mark.usefixtures("leaves_nothing")
 def test_failed_up_leaves_nothing(command: Command) -> None:
     """Ray needs longer than a second, so that this ends in the middle."""

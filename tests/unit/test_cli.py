@@ -19,7 +19,20 @@ from kvservice.cluster.ports import free_ports
 from kvservice.cluster.processes import ProcessKey
 from kvservice.cluster.state import Kind, RunState, ServiceOptions, StateStore
 
-COMMANDS = ("up", "down", "status", "stats", "workers", "sessions", "manager", "worker", "demo")
+COMMANDS = (
+    "up",
+    "down",
+    "status",
+    "stats",
+    "workers",
+    "sessions",
+    "manager",
+    "worker",
+    "demo",
+    "top",
+    "drain",
+    "doctor",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +114,9 @@ class TestUsage:
             (["demo", "--model", "/nowhere"], "/nowhere"),
             (["demo", "--max-new-tokens", "0"], "at least 1"),
             (["worker", "--memory", "10"], "64KiB"),
+            (["drain"], "WORKER"),
+            (["drain", "w0", "--timeout", "-1", "--address", "127.0.0.1:1"], "negative"),
+            (["top", "--interval", "0", "--address", "127.0.0.1:1"], "at least 0.1"),
             (["worker", "--manager", "nowhere"], "HOST:PORT"),
         ],
     )
@@ -130,7 +146,7 @@ class TestNothingRuns:
             "reason": "not running",
         }
 
-    @pytest.mark.parametrize("command", ["stats", "workers", "sessions"])
+    @pytest.mark.parametrize("command", ["stats", "workers", "sessions", "top"])
     def test_others_say_how_to_start(
         self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
