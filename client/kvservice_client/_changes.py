@@ -105,7 +105,8 @@ class Changes:
         keep = mirror.shortest()
         if lost is not None:
             keep = tuple(map(min, keep, lost.starts))
-        if lost is not None or any(map(int.__lt__, keep, mirror.longest())):
+        too_long = any(map(int.__lt__, keep, mirror.longest()))
+        if lost is not None or mirror.is_late_possible or too_long:
             self._pop(keep, stored)
         mirror.step = None
         return keep
@@ -179,7 +180,8 @@ class Changes:
                 known = lengths.get(layer, nothing)
                 lengths[layer] = tuple(map(max, known, of_layer))
         mirror.lengths = {layer: one for layer, one in lengths.items() if any(one)}
-        mirror.padding, mirror.uncertain = padding, False
+        mirror.padding = padding
+        mirror.uncertain, mirror.is_late_possible = False, True
         return stored
 
     # -- on all workers, or on none

@@ -78,6 +78,8 @@ class Mirror:
         # On workers that hold nothing of the session just now, but follow its changes.
         self.spares: list[Extent] = []
         self.uncertain = False  # the workers may have stored more than `lengths` says
+        # A call that nobody waits for any more may still arrive, unless an epoch ends before.
+        self.is_late_possible = False
         self.num_writes = 0
         # A worker that was given up may still live, and hold something by the session's id.
         self.haunted = False
@@ -277,6 +279,7 @@ class Mirror:
     def _next_epoch(self) -> None:
         self.epoch += 1
         self.step = None
+        self.is_late_possible = False
 
     def _over_layers(self, choose: Callable[..., int]) -> Lengths:
         lengths = list({id(one): one for one in self.lengths.values()}.values())

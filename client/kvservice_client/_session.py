@@ -347,7 +347,8 @@ class Session:
                 lengths = tuple(max(0, length - num_tokens) for length in longest)
             else:
                 raise InvalidRequest(f"num_tokens must be at least 0, got {num_tokens!r}")
-            if self._mirror.find_lost() is None and all(map(int.__ge__, lengths, longest)):
+            nothing_to_do = self._mirror.find_lost() is None and not self._mirror.is_late_possible
+            if nothing_to_do and all(map(int.__ge__, lengths, longest)):
                 step = self._mirror.step
                 if step is not None and step.failed_layer is not None and not step.appended:
                     self._mirror.step = None  # it has stored nothing, and is not to be repeated

@@ -99,14 +99,14 @@ class LaneTransport:
                 return
         pipe.close()
 
-    def check_alive(self, request: worker_pb2.OpenLaneRequest) -> None:
+    def check_alive(self, request: worker_pb2.OpenLaneRequest, timeout_s: float) -> None:
         """Ask the worker for a sign of life over gRPC.
 
         Raises:
             KVServiceError: There is none.
         """
         with contextlib.suppress(Unimplemented):
-            self._grpc.call(WORKER.full_name, "OpenLane", request, timeout_s=PING_S)
+            self._grpc.call(WORKER.full_name, "OpenLane", request, timeout_s=timeout_s)
 
     def _open(self, request: worker_pb2.OpenLaneRequest, timeout_s: float) -> LanePipe | None:
         try:
@@ -197,7 +197,7 @@ class _LaneStream:
                 raw = pipe.receive()
             except TimeoutError:
                 if left > SILENCE_S:
-                    self._transport.check_alive(self._ping)
+                    self._transport.check_alive(self._ping, min(left - SILENCE_S, PING_S))
                 continue
             if raw is None:
                 return None

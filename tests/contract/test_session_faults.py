@@ -13,6 +13,7 @@ from kvservice.core.errors import Unavailable
 from kvservice_client import (
     Client,
     ClientConfig,
+    DeadlineExceeded,
     DType,
     LayerGeometry,
     PagesLost,
@@ -431,6 +432,49 @@ def test_a_cut_that_heals(start: Start) -> None:
     driver.step(5)
     faults.lose("Attend", "request", times=5)
     faults.lose("Attend", "answer", times=5)
+    driver.step()
+    driver.check_stored()
+
+
+class Late(Faults):
+    """Lets an Attend take too long: it arrives when it is told to."""
+
+    late: Callable[[], Any] | None = None
+    holding = False
+
+    def carry(self, address: str, method: str, request: Any, *rest: Any) -> Any:
+        if method == "Attend" and self.holding:
+            carry = super().carry
+            self.holding = False
+            self.late = lambda: carry(address, method, request, *rest)
+            raise DeadlineExceeded("the call is late")
+        return super().carry(address, method, request, *rest)
+
+
+@pytest.mark.parametrize("change", ["roll_back", "pop", "reset"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_attend_that_arrives_late(start: Start, change: str, layer: int) -> None:
+    """After what was done instead it changes nothing, however it was answered before."""
+    backend = start()
+    late = Late(backend.dial)
+    driver = Driver.open(backend.connect(dial=late.dial, config=QUICK), page_size=4)
+    driver.step(5)
+    if layer:
+        driver.step(2, layers=[0])
+        driver.dense.pop(keep=5)
+    late.holding = True
+    with pytest.raises(DeadlineExceeded):
+        driver.session.attend(layer, *driver.tokens(2))
+    if change == "pop":
+        driver.session.pop(keep=5)
+    else:
+        getattr(driver.session, change)()
+    if change == "reset":
+        driver.dense.reset()
+    assert late.late is not None
+    with pytest.raises(StaleEpoch):
+        late.late()
+    driver.step(2)
     driver.step()
     driver.check_stored()
 
