@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,10 +38,31 @@ def report(request: pytest.FixtureRequest) -> Report:
     ) -> None:
         rows = request.config.stash.setdefault(_rows, [])
         rows.append(Row(promises, fault, lost, recovery_s, bound_s, num_checked))
-        if recovery_s is not None and bound_s is not None:
-            assert recovery_s <= bound_s, f"{fault}: {recovery_s:.2f} s, at most {bound_s:g} s"
+        if recovery_s is not None and bound_s is not None and recovery_s > bound_s:
+            busy = busyness()
+            assert recovery_s <= bound_s * busy, (
+                f"{fault}: {recovery_s:.2f} s, at most {bound_s:g} s on a machine that is free; "
+                f"here a process waits {busy:.1f} times as long as it computes"
+            )
 
     return report
+
+
+@pytest.fixture
+def chaos_seed() -> int:
+    """What decides about faults; KVSERVICE_CHAOS_SEED, or another one each time."""
+    return int(os.environ.get("KVSERVICE_CHAOS_SEED", time.time_ns() % 100_000))
+
+
+def busyness() -> float:
+    """Return how many times longer than its own computing a process takes here, at least 1.
+
+    Bounds are for a machine that has nothing else to do.
+    """
+    wall, cpu = time.perf_counter(), time.process_time()
+    while time.process_time() - cpu < 0.2:
+        pass
+    return max(1.0, (time.perf_counter() - wall) / 0.2)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,9 @@ import numpy.typing as npt
 from kvservice.clock import SystemClock
 from kvservice.core.errors import PagesLost, Unavailable, WorkerLost
 from kvservice_client import Client, Session
+from tests.chaos.service import TTL_S, Service
 from tests.oracles import causal_visible, dense_attention
+from tests.serving import until
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 NUM_LAYERS = 2
@@ -189,6 +191,36 @@ class Load:
         if again:
             persist(lambda: decoder.step(again))
         self.resumed[seed] = CLOCK.monotonic() - self.marked_at
+
+
+def under_load(service: Service, count: int) -> Load:
+    """Return decoders with a client each, on all workers, with 40 tokens behind them."""
+    made: dict[int, Decoder] = {}
+    looking = service.connect()
+
+    def heartbeats_have_told() -> bool:
+        used = sum(stats.used_bytes for stats in looking.page_stats())
+        told = sum(one.budget_bytes - one.free_bytes for one in looking.list_workers())
+        return told == used > 0
+
+    for seed in range(count):
+        if seed == count // 2:
+            until(heartbeats_have_told)  # so that the emptier worker gets the others
+        made[seed] = Decoder(service.connect(), seed, ttl_s=TTL_S)
+        made[seed].step(40)
+    return Load(made)
+
+
+def workers_of(decoder: Decoder) -> list[str]:
+    """Return the workers that hold a decoder's session, in position order."""
+    return [extent.worker_id for extent in decoder.session._mirror.extents]
+
+
+def on_worker(load: Load, worker_id: str) -> set[int]:
+    """Return the seeds of the decoders on a worker: some, but not all."""
+    hit = {seed for seed, one in load.decoders.items() if workers_of(one) == [worker_id]}
+    assert 0 < len(hit) < len(load.decoders), "all workers should have sessions"
+    return hit
 
 
 def persist(call: Callable[[], Any], *, timeout_s: float = 30.0) -> Any:

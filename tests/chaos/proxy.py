@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _CHUNK_BYTES = 64 << 10
+_BUSY_BYTES = 16 << 10  # what no decoder's step sends back
 
 
 class Proxy:
@@ -29,23 +30,26 @@ class Proxy:
         self._open = asyncio.Event()  # cleared: what is sent arrives when it is set again
         self._open.set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self.num_connections = 0
-        self.num_bytes_back = 0
+        self._num_answers_to_lose = 0
 
     def delay(self, seconds: float) -> None:
         """Let every piece of data take so much longer, in both directions."""
         self._delay_s = seconds
 
     def slow(self, bytes_per_s: float) -> None:
-        """Let no more than so much come back from the target on each connection."""
+        """Let no more than so much come back on connections that bring a lot at once."""
         self._bytes_per_s = bytes_per_s
+
+    def lose_next_answer(self) -> None:
+        """Break the next connection on which something comes back, and pass that on to nobody."""
+        self._num_answers_to_lose = 1
 
     def black_hole(self) -> None:
         """Take everything and pass nothing on, as long as `heal` is not called."""
         self._call(self._open.clear)
 
     def heal(self) -> None:
-        self._delay_s, self._bytes_per_s = 0.0, float("inf")
+        self._delay_s, self._bytes_per_s, self._num_answers_to_lose = 0.0, float("inf"), 0
         self._call(self._open.set)
 
     def reset_all(self) -> None:
@@ -55,7 +59,6 @@ class Proxy:
     # -- in the loop's thread
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         try:
             await self._open.wait()
             there = await asyncio.open_connection(*self._target)
@@ -85,10 +88,11 @@ class Proxy:
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 await self._open.wait()
-                if back:
-                    self.num_bytes_back += len(data)
-                    if self._bytes_per_s < float("inf"):
-                        await asyncio.sleep(len(data) / self._bytes_per_s)
+                if back and self._num_answers_to_lose:
+                    self._num_answers_to_lose = 0
+                    return
+                if len(data) > _BUSY_BYTES and back:
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
                 writer.write(data)
                 await writer.drain()
 

@@ -40,6 +40,10 @@ class Process:
         return str(self.said["address"])
 
     @property
+    def worker_id(self) -> str:
+        return str(self._settings["worker_id"])
+
+    @property
     def running(self) -> bool:
         return self._popen is not None
 
@@ -166,7 +170,7 @@ class Service:
         return worker
 
     def worker_named(self, worker_id: str) -> Process:
-        return next(one for one in self.workers if one._settings["worker_id"] == worker_id)
+        return next(one for one in self.workers if one.worker_id == worker_id)
 
     def wait_for(self, num_workers: int, *, timeout_s: float = START_S) -> None:
         """Wait until the manager takes so many workers for alive."""

@@ -9,7 +9,16 @@ from kvservice.clock import SystemClock
 from kvservice.core.errors import PagesLost
 from kvservice_client import DType, LayerGeometry
 from tests.chaos.conftest import Report
-from tests.chaos.decoding import DIM, KV_HEADS, NUM_LAYERS, Decoder, Load
+from tests.chaos.decoding import (
+    DIM,
+    KV_HEADS,
+    NUM_LAYERS,
+    Decoder,
+    Load,
+    on_worker,
+    under_load,
+    workers_of,
+)
 from tests.chaos.service import TTL_S, Service
 
 CLOCK = SystemClock()
@@ -18,26 +27,12 @@ LAYERS = [LayerGeometry(KV_HEADS, DIM, DIM, DType.FLOAT32)] * NUM_LAYERS
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
-def under_load(service: Service, count: int, *, first_seed: int = 0) -> Load:
-    """Return decoders with a client each, that have a prompt of 40 tokens behind them."""
-    made = {}
-    for seed in range(first_seed, first_seed + count):
-        made[seed] = Decoder(service.connect(), seed, ttl_s=TTL_S)
-        made[seed].step(40)
-    return Load(made)
-
-
-def workers_of(decoder: Decoder) -> list[str]:
-    return [extent.worker_id for extent in decoder.session._mirror.extents]
-
-
 def test_a_killed_worker(service: Service, report: Report) -> None:
     """Within a second its sessions know what is lost, and all others get no error at all."""
     with under_load(service, 6) as load:
         load.all_advance()
         victim = workers_of(load.decoders[0])[0]
-        hit = {seed for seed, one in load.decoders.items() if workers_of(one) == [victim]}
-        assert 0 < len(hit) < 6, "both workers should have sessions"
+        hit = on_worker(load, victim)
         load.mark()
         service.worker_named(victim).kill()
         opened = Decoder(service.connect(), 99)
@@ -96,8 +91,7 @@ def test_a_frozen_worker(service: Service, report: Report) -> None:
     with under_load(service, 6) as load:
         load.all_advance()
         victim = workers_of(load.decoders[0])[0]
-        hit = {seed for seed, one in load.decoders.items() if workers_of(one) == [victim]}
-        assert 0 < len(hit) < 6, "both workers should have sessions"
+        hit = on_worker(load, victim)
         load.mark()
         service.worker_named(victim).freeze()
         load.run_for(lambda: load.resumed.keys() >= hit)
