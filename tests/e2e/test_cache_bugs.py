@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
-from kvservice_client import Client
+from kvservice.core.errors import Unavailable
+from kvservice_client import Client, Session
 from kvservice_client.hf import RemoteCache, use_remote_attention
 from tests.e2e import models
 from tests.e2e.conftest import used_pages
@@ -212,8 +214,9 @@ def test_assisted_decoding_gives_pages_back(client: Client, mode: str) -> None:
     for tokens in (10, 40):
         cache = RemoteCache(client, model.config, mode=mode, page_size=4)
         ids = prompt(1, 5).repeat(1, 3)
-        options = {"max_new_tokens": tokens, "prompt_lookup_num_tokens": 3, "do_sample": False}
-        model.generate(ids, cache=cache, **options)
+        options = {"max_new_tokens": tokens, "do_sample": False}
+        text = model.generate(ids, cache=cache, prompt_lookup_num_tokens=3, **options)
+        assert torch.equal(text, models.build("mistral").generate(ids, **options))
         used.append(used_pages(client))
         cache.reset()
     assert used[1] <= used[0] + 2
@@ -263,3 +266,53 @@ def test_one_call_a_layer_and_step(client: Client, monkeypatch: pytest.MonkeyPat
         calls.clear()
         change()
         assert calls == expected
+
+
+def test_cross_attention_has_no_window(client: Client) -> None:
+    """What the encoder said is kept whole, however small the window of the decoder's own tokens."""
+    config = models.family("mistral").config()
+    cache = EncoderDecoderCache(
+        RemoteCache(client, config, mode="fetch", page_size=4),
+        RemoteCache(client, mode="fetch", page_size=4),
+    )
+    said = [torch.randn(1, 2, 3 * WINDOW, 16) for _ in range(2)]
+    cache.cross_attention_cache.update(*said, 0)
+    for step in range(2 * WINDOW):
+        states = torch.full((1, 2, 1, 16), float(step))
+        cache.self_attention_cache.update(states, states, 0)
+    assert cache.is_sliding == [True] * 4
+    assert cache.cross_attention_cache.is_sliding == [False]
+    assert cache.self_attention_cache.layers[0].keys.shape[2] == WINDOW - 1
+    layer = cache.cross_attention_cache.layers[0]
+    assert torch.equal(layer.keys, said[0])
+    assert torch.equal(layer.values, said[1])
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+@pytest.mark.parametrize("mode", ["fetch", "auto"])
+@pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
+def test_keys_and_values_that_do_not_come_are_an_error(
+    client: Client, monkeypatch: pytest.MonkeyPatch, mode: str, call: str
+) -> None:
+    """A decoder never goes on with others; after a rollback it does, with the same text."""
+    model = model_for("mistral", mode)
+    world = World("mistral", model, lambda: RemoteCache(client, model.config, mode=mode))
+    cache, fails = world.new_cache(), threading.Event()
+    forward(world, prompt(1, 11), cache)
+    real = getattr(Session, call)
+
+    def fail(self: Session, layer: int, *args: Any, **options: Any) -> Any:
+        if layer == 2 and fails.is_set():
+            raise Unavailable("nobody answers")
+        return real(self, layer, *args, **options)
+
+    monkeypatch.setattr(Session, call, fail)
+    fails.set()
+    with pytest.raises(Unavailable):
+        forward(world, prompt(1, 2, seed=1), cache)
+    fails.clear()
+    assert cache.rollback() == 11
+    local = World("mistral", models.build("mistral"), lambda: None)
+    ids = torch.cat([prompt(1, 11), prompt(1, 2, seed=1)], 1)
+    wanted = forward(local, ids, DynamicCache(config=model.config))[:, 11:]
+    assert_close(forward(world, prompt(1, 2, seed=1), cache), wanted)

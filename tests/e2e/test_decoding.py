@@ -65,6 +65,12 @@ def test_striped_quickly(striped_client: Client, family: str, scenario: str) -> 
     STRIPED.check(striped_client, family, scenario)
 
 
+@pytest.mark.parametrize("family", sorted({**models.FAMILIES, **models.SPECIAL}))
+def test_every_family_quickly(striped_client: Client, family: str) -> None:
+    """Three turns of a padded batch, past the windows, with every kind of layer there is."""
+    STRIPED.check(striped_client, family, "three_turns_padded")
+
+
 @pytest.mark.parametrize("scenario", QUICK_SCENARIOS)
 def test_by_lane(lane_service: Client, striped_client: Client, scenario: str) -> None:
     """Some of the matrix as users have it: attention by lane, all else by gRPC."""

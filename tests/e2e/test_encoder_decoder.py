@@ -18,8 +18,6 @@ from tests.e2e import models
 from tests.e2e.compare import difference
 from tests.e2e.scenarios import Results, padded, prompt
 
-pytestmark = pytest.mark.matrix
-
 NewCache = Callable[[], EncoderDecoderCache]
 Build = Callable[[], Any]
 Case = Callable[[Any, NewCache], Results]
@@ -161,6 +159,13 @@ CASES = [
 NAMES = [case.__name__ for _, case in CASES]
 
 
+@pytest.mark.parametrize(("build", "case"), [(t5, t5_beam), (whisper, whisper_greedy)])
+def test_striped_quickly(striped_client: Client, build: Build, case: Case) -> None:
+    """Some of the matrix."""
+    check(striped_client, build(), case, "attend", spread=2, page_size=2)
+
+
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
 @pytest.mark.parametrize("mode", ["attend", "auto", "fetch"])
 @pytest.mark.parametrize(("build", "case"), CASES, ids=NAMES)
@@ -169,6 +174,7 @@ def test_encoder_decoder(grpc_client: Client, build: Build, case: Case, mode: st
     check(grpc_client, build(), case, mode)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("build", "case"), CASES, ids=NAMES)
 def test_striped_encoder_decoder(striped_client: Client, build: Build, case: Case) -> None:
     """What the encoder said is on both workers."""
