@@ -6,6 +6,7 @@
 #   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
 #   make soak          open and close 20,000 sessions, and look for leaks
 #   make gpu-check     on a machine with a GPU: kernels, a worker, bandwidth, the demo
+#   make fuzz          random bytes at every door, for ten minutes; FUZZ_SECONDS=60 for one
 #   make bench         what the service costs, as ratios to local attention
 #   make check         format, lint, types, protocol, generated code
 #   make format        rewrite what `check` would complain about, as far as tools can
@@ -19,6 +20,7 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
+FUZZ_SECONDS ?= 600
 
 .PHONY: help
 help:
@@ -56,6 +58,12 @@ soak: setup
 .PHONY: gpu-check
 gpu-check: setup
 	@.ci/gpu_check
+
+.PHONY: fuzz
+fuzz: setup
+	@end=$$((SECONDS + $(FUZZ_SECONDS))); while ((SECONDS < end)); do \
+	  HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q -m fuzz --timeout 600 $(ARGS); \
+	done
 
 .PHONY: bench
 bench: setup

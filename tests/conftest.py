@@ -22,6 +22,7 @@ hypothesis.settings.register_profile("default", **_QUIET)
 # The same examples each time: a change is not blamed for what an earlier one brought.
 hypothesis.settings.register_profile("ci", **_QUIET, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("thorough", **_QUIET, max_examples=2000)
+hypothesis.settings.register_profile("fuzz", **_QUIET, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
