@@ -21,7 +21,7 @@ from tests.serving import until
 
 CLOCK = SystemClock()
 HOST = "127.0.0.1"
-SCRIPT = "tests.chaos.serving_process"
+SCRIPTS = {"manager": "tests.chaos.manager_process", "worker": "tests.chaos.worker_process"}
 START_S = 60.0  # for a process that loads torch on a machine that is busy
 TTL_S = 2.0
 
@@ -51,7 +51,7 @@ class Process:
         """Start it; `wait` for it before it is asked anything."""
         assert self._popen is None, "it runs already"
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", SCRIPT, self._kind, json.dumps(self._settings)],
+            [sys.executable, "-m", SCRIPTS[self._kind], json.dumps(self._settings)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -79,6 +79,44 @@ def test_transformers_example_runs() -> None:
     assert printed.startswith("The capital of France is Paris")
 
 
+RESUMING = """
+import threading
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from kvservice_client import use_remote_attention
+from tests.chaos.service import serving
+
+torch.manual_seed(0)
+torch.set_grad_enabled(False)
+config = LlamaConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)
+model = LlamaForCausalLM(config).eval()
+ids = torch.randint(97, (1, 40))
+wanted = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+use_remote_attention(model)
+
+
+def kill_the_tail(model, arguments):
+    if ids.shape[1] == 50 and all(worker.running for worker in service.workers):
+        service.worker_named(cache._shared.session._mirror.tail.worker_id).kill()
+
+
+with serving(2) as service, service.connect() as client:
+    model.register_forward_pre_hook(kill_the_tail)
+{example}
+    print(torch.equal(ids, wanted))
+"""
+
+
+def test_a_decoder_resumes_as_the_example_says() -> None:
+    """With real processes: the worker with the end of the prompt is killed, what it held is fed
+    again, and the tokens are those of the local cache."""
+    code = "".join(f"    {line}\n" for line in example("When a worker dies").splitlines())
+    assert run("-c", RESUMING.replace("{example}", code)) == "32 of 50 tokens still hold\nTrue\n"
+
+
 def test_examples_are_short() -> None:
     """About ten lines each, as a first example should be."""
     for heading in ("With a transformers model", "With a loop of your own"):

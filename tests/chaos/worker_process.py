@@ -1,10 +1,10 @@
-"""A manager or a worker as a process: says where it serves, then does what its stdin says.
+"""A worker as a process: says where it serves, then does what its stdin says.
 
-    python -m tests.chaos.serving_process manager|worker SETTINGS
+    python -m tests.chaos.worker_process SETTINGS
 
-SETTINGS is a JSON object of fields of `ManagerSettings` or `WorkerSettings`. With `tcp_lane` a
-worker offers its lane over TCP alone, so that a proxy can stand in its way. `check` on stdin is
-answered by `ok`, or by the invariant that does not hold; the end of stdin ends the process.
+SETTINGS is a JSON object of fields of `WorkerSettings`. With `tcp_lane` it offers its lane over TCP
+alone, so that a proxy can stand in its way. `check` on stdin is answered by `ok`, or by the
+invariant that does not hold; the end of stdin ends the process.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ import json
 import sys
 from typing import Any
 
-from kvservice.config import ManagerSettings, WorkerSettings
-from kvservice.runtime.manager import ManagerServer
+from kvservice.config import WorkerSettings
 from kvservice.runtime.worker import WorkerServer
 
 
-def main(kind: str, settings: dict[str, Any]) -> None:
-    if kind == "manager":
-        with ManagerServer(ManagerSettings(**settings)) as manager:
-            print(json.dumps({"address": manager.address}), flush=True)
-            sys.stdin.read()
-        return
+def main(settings: dict[str, Any]) -> None:
     tcp_lane = settings.pop("tcp_lane", False)
     with WorkerServer(WorkerSettings(**settings)) as worker:
         if tcp_lane:
@@ -49,4 +43,4 @@ def _check(worker: WorkerServer) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]))
