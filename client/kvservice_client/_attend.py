@@ -50,7 +50,7 @@ class Attender:
         self._changes = changes
         self._call_ids = itertools.count(1)
         self._last_call: worker_pb2.AttendCall | None = None
-        self._steady: SteadyAsk | None = None
+        self._steady: dict[Options, SteadyAsk] = {}  # of one step, by what its layers ask
 
     def attend(self, ask: Ask, padding: Any, retain: int | None) -> Any:
         """Return the attention output of a call, as the kind of array that q was.
@@ -75,26 +75,38 @@ class Attender:
         Args:
             padding: As the call says it. It may be left unsaid, or be the step's own.
         """
-        steady = self._steady
-        return steady is not None and (padding is None or padding is steady.step.given_padding)
+        if not self._steady:
+            return False
+        return padding is None or padding is next(iter(self._steady.values())).step.given_padding
 
     def settle(self, ask: Ask, tensors: tuple[Any, Any, Any], options: Options) -> None:
         """Let later layers of the step that ask as the last call did go the short way."""
         call, self._last_call = self._last_call, None
-        self._steady = None
-        if call is not None:
-            self._steady = settle(self._mirror, ask, tensors, options, call)
+        for other in self._steady.values():
+            if other.step is not self._mirror.step:
+                self._steady = {}
+            break
+        steady = None if call is None else settle(self._mirror, ask, tensors, call)
+        if steady is not None:
+            self._steady[options] = steady
+        else:
+            self._steady.pop(options, None)
 
     def attend_steadily(
-        self, layer: int, tensors: tuple[Any, Any, Any], scale: float | None, options: Options
+        self,
+        layer: int,
+        tensors: tuple[Any, Any, Any],
+        pos: Any,
+        scale: float | None,
+        options: Options,
     ) -> Any:
         """Carry out a call the short way; return None if it must go the long one.
 
         Raises:
             As `attend`.
         """
-        steady, mirror = self._steady, self._mirror
-        if steady is None or not steady.fits(mirror, layer, tensors, options):
+        steady, mirror = self._steady.get(options), self._mirror
+        if steady is None or not steady.fits(mirror, layer, tensors, pos):
             return None
         if scale is not None and not math.isfinite(scale):
             return None

@@ -205,14 +205,14 @@ class Session:
             OutOfPages: No worker has room. Nothing has been stored; only in the first step of a
                 session that has not stated its layers, a later layer may be refused: roll back.
         """
-        special = (pos, counts, sinks, bias, column_starts, query_positions)
+        special = (counts, sinks, bias, column_starts, query_positions)
         plain = type(mask) is str and all(one is None for one in special)
         options = (mask, window, chunk, softcap)
         with self._lock:
             self._ready()
             try:
                 if plain and self._attender.is_steady(padding):
-                    out = self._attender.attend_steadily(layer, (q, k, v), scale, options)
+                    out = self._attender.attend_steadily(layer, (q, k, v), pos, scale, options)
                     if out is not None:
                         return out
                 ask = read_ask(

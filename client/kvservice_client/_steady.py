@@ -19,7 +19,7 @@ from kvservice_client._extents import Extent
 from kvservice_client._mirror import Mirror, Step
 
 Options = tuple[Any, ...]
-"""What a call says besides layer, tensors, scale and padding: compared as a whole."""
+"""What a call says besides layer, tensors, place, scale and padding: compared as a whole."""
 
 
 @dataclass(slots=True)
@@ -34,21 +34,23 @@ class SteadyAsk:
 
     step: Step
     extent: Extent
-    options: Options
     looks: tuple[Any, ...]
     call: worker_pb2.AttendCall
     dtype: DType
     kind: Kind
     default_scale: float
 
-    def fits(
-        self, mirror: Mirror, layer: int, tensors: tuple[Any, Any, Any], options: Options
-    ) -> bool:
-        """Return whether a call may take the short way now."""
+    def fits(self, mirror: Mirror, layer: int, tensors: tuple[Any, Any, Any], pos: Any) -> bool:
+        """Return whether a call that asks the same may take the short way now.
+
+        Args:
+            pos: Where the call says that its tokens go; None: where the layer ends.
+        """
         step = self.step
+        if pos is not None and (type(pos) is not int or any(one != pos for one in step.positions)):
+            return False
         return (
             mirror.step is step
-            and options == self.options
             and layer not in step.appended
             and mirror.lengths.get(layer) == step.positions
             and step.failed_layer is None
@@ -82,7 +84,6 @@ def settle(
     mirror: Mirror,
     ask: Ask,
     tensors: tuple[Any, Any, Any],
-    options: Options,
     call: worker_pb2.AttendCall,
 ) -> SteadyAsk | None:
     """Return what serves later layers like the one that was just served; None: nothing does."""
@@ -108,7 +109,6 @@ def settle(
     return SteadyAsk(
         step=step,
         extent=mirror.extents[0],
-        options=options,
         looks=_looks(tensors),
         call=call,
         dtype=queries.dtype,

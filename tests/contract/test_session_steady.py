@@ -82,6 +82,21 @@ def test_the_same_outputs_as_the_long_way(
         assert bool((ours == theirs).all())
 
 
+def test_saying_where_tokens_go_keeps_the_short_way(client: Client, served: list[bool]) -> None:
+    """Caches that count say so with every layer; a wrong place is refused as ever."""
+    with client.open(num_rows=2) as session:
+        for layer in range(LAYERS):
+            session.attend(layer, *tensors("numpy", 4, layer), pos=0)
+        for layer in range(LAYERS):
+            session.attend(layer, *tensors("numpy", 1, layer), pos=4)
+        assert served.count(True) == LAYERS - 1
+        session.attend(0, *tensors("numpy", 1, 0), pos=5)
+        for wrong in (4, 6, [5, 4]):
+            with pytest.raises(OutOfOrder):
+                session.attend(1, *tensors("numpy", 1, 1), pos=wrong)
+        assert session.lengths(1) == (5, 5)
+
+
 def test_padding_that_is_the_steps_own_keeps_the_short_way(
     client: Client, served: list[bool]
 ) -> None:
@@ -114,7 +129,7 @@ def ready(client: Client) -> Session:
         {"softcap": 1.0},
         {"sinks": np.ones(4, np.float32)},
         {"bias": np.ones((1, 1, 1, 5), np.float32)},
-        {"pos": 4},
+        {"pos": [4, 4]},
         {"mask": np.ones((1, 1, 1, 5), np.bool_)},
     ],
 )

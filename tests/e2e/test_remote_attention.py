@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 from kvservice.core.errors import OutOfPages, PagesLost, Unavailable
 from kvservice.embedded import embedded
 from kvservice_client import Client, ClientConfig, Session, use
+from kvservice_client._attend import Attender
 from kvservice_client.hf import RemoteCache, use_remote_attention
 from tests.backends import embedded_backend
 from tests.e2e import compare, models
@@ -362,6 +363,29 @@ def test_a_failed_layer_stores_nothing_and_is_rolled_back(
     assert_close(
         forward(world, prompt(1, 2, seed=1), cache), forward(world, prompt(1, 2, seed=1), healthy)
     )
+
+
+@pytest.mark.parametrize(("family", "groups"), [("llama", 1), ("mistral", 1), ("gemma3", 2)])
+def test_decoding_takes_the_short_way(
+    client: Client, family: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the first layer of each window, in any order of the layers."""
+    served: list[bool] = []
+    real = Attender.attend_steadily
+
+    def noting(self: Attender, *args: Any) -> Any:
+        out = real(self, *args)
+        served.append(out is not None)
+        return out
+
+    monkeypatch.setattr(Attender, "attend_steadily", noting)
+    model = remote_model(family)
+    cache = RemoteCache(client, model.config, mode="attend")
+    world = World(family, model, lambda: cache)
+    forward(world, prompt(1, 5), cache)
+    for step in range(3):
+        forward(world, prompt(1, 1, seed=step), cache)
+    assert served.count(True) == 3 * (models.NUM_LAYERS - groups)
 
 
 def test_a_full_worker_is_an_error_and_no_answer() -> None:
