@@ -216,8 +216,11 @@ def test_a_part_whose_lease_is_over_is_a_loss(start: Start, first_to_go: int) ->
     clock.advance(2.0)
     backend.workers[first_to_go].expire()
     backend.beat()
-    with pytest.raises(PagesLost):
-        backend.connect().attach(driver.session.id)
+    heir = backend.connect().attach(driver.session.id)
+    for call in (lambda: heir.attend(0, *driver.tokens(1)), lambda: heir.read(0), heir.fork):
+        with pytest.raises(PagesLost):
+            call()
+    heir.detach()
     clock.advance(31.0)
     kept.expire()
     backend.beat()
