@@ -323,6 +323,12 @@ def _check_listening(
         )
 
 
+def trace_exporter() -> str | None:
+    """Return where spans go, by `OTEL_TRACES_EXPORTER`; None: nowhere."""
+    stated = os.environ.get("OTEL_TRACES_EXPORTER", "")
+    return None if stated in ("", "none") else stated
+
+
 def revision() -> str:
     """Return the revision that this was built from, by `KVSERVICE_REVISION`. Empty: unknown."""
     return os.environ.get("KVSERVICE_REVISION", "")

@@ -30,6 +30,7 @@ from kvservice.core.session import (
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import MANAGER, WORKER
+from kvservice.wire.tracing import find_tracer
 from kvservice_client._connections import FRONT, ClientConfig, Connections
 from kvservice_client._extents import adopt
 from kvservice_client._leases import Lease, Leases
@@ -39,6 +40,7 @@ from kvservice_client._session import Session
 from kvservice_client._transport import Transport
 from kvservice_client._transport_grpc import GrpcTransport, Tls
 from kvservice_client._transport_lane import LaneTransport
+from kvservice_client._transport_traced import TracedTransport
 from kvservice_client._watchdog import Watchdog
 
 _MAX_FORK_TRIES = 3
@@ -267,15 +269,19 @@ def connect(
     clock = SystemClock()
     watchdog = Watchdog(clock)
     config = replace(config or ClientConfig(), timeout_s=timeout_s)
+    tracer = find_tracer()
 
     def dial_grpc(target: str) -> GrpcTransport:
         # Workers are shown what they have issued themselves: they never see the token.
         shown = token if target == address else None
-        return GrpcTransport(target, clock=clock, watchdog=watchdog, token=shown, tls=tls)
+        return GrpcTransport(
+            target, clock=clock, watchdog=watchdog, token=shown, tls=tls, tracer=tracer
+        )
 
     def dial(target: str) -> Transport:
         over_grpc = dial_grpc(target)
-        return LaneTransport(over_grpc, clock=clock) if lane and tls is None else over_grpc
+        way = LaneTransport(over_grpc, clock=clock) if lane and tls is None else over_grpc
+        return way if tracer is None else TracedTransport(way, tracer, target)
 
     connections = Connections(address, dial, config=config, clock=clock, on_close=watchdog.close)
     try:

@@ -19,6 +19,7 @@ from kvservice.v1 import worker_pb2
 from kvservice.wire import fragments, status
 from kvservice.wire.handshake import Shown, find_refusal
 from kvservice.wire.names import MANAGER, WORKER
+from kvservice.wire.tracing import Tracer
 from kvservice_client._framing import join
 from kvservice_client._transport import AttendStream, checked
 from kvservice_client._watchdog import NEVER, Watchdog
@@ -51,6 +52,7 @@ class GrpcTransport:
     Args:
         address: host:port, [IPv6]:port, unix:PATH, or any other target that gRPC knows.
         token: Presented as a bearer token with every call.
+        tracer: Makes spans of unary calls, Write and Read. None: there are none.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class GrpcTransport:
         watchdog: Watchdog,
         token: str | None = None,
         tls: Tls | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.address = address
         self._clock = clock
@@ -68,6 +71,8 @@ class GrpcTransport:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._tls = tls
         self._channel = _open_channel(address, tls)
+        if tracer is not None:
+            self._channel = tracer.channel(self._channel, address)
         self._unary = _unary_methods(self._channel)
         path = f"/{WORKER.full_name}/"
         self._attend = self._channel.stream_stream(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from kvservice import __version__
+from kvservice import __version__, logs
 from kvservice.cli import doctor, draining, securing, serving, showing, top
 from kvservice.cli.exits import EXPLAINED, USAGE
 from kvservice.cluster.launch import LOCAL
@@ -67,6 +67,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     _add_name(parser)
     _add_json(parser)
     _add_serving(parser)
+    _add_logging(parser, "info")
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="how many workers (default: 1)"
     )
@@ -291,8 +292,25 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_logging(parser: argparse.ArgumentParser, level: str) -> None:
+    parser.add_argument(
+        "--log-format",
+        choices=logs.FORMATS,
+        default="text",
+        help="of the servers' logs: lines for people, or an object a line (default: text)",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=logs.LEVELS,
+        default=level,
+        help="debug: every call; info: what changes, and refusals; warning: a human should look; "
+        f"error: something is broken or lost (default: {level})",
+    )
+
+
 def _add_listening(parser: argparse.ArgumentParser, port: int) -> None:
     """Of one server that is started alone."""
+    _add_logging(parser, "warning")
     parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     parser.add_argument(
         "--port",

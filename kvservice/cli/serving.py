@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import sys
 import threading
 import uuid
@@ -87,6 +86,8 @@ def _options(arguments: argparse.Namespace) -> ServiceOptions:
         worker_metrics_port=arguments.worker_metrics_port,
         health_port=arguments.health_port,
         worker_health_port=arguments.worker_health_port,
+        log_level=arguments.log_level,
+        log_format=arguments.log_format,
         manager_address=arguments.manager_address or "",
         worker_domain=arguments.worker_domain,
         by_resource=arguments.by_resource,
@@ -211,7 +212,13 @@ def worker(arguments: argparse.Namespace) -> int:
 
 def _run(process: _Process, said: dict[str, str], name: str, arguments: argparse.Namespace) -> int:
     """Serve until a signal. `said`: what is said of it as JSON, beside its addresses."""
-    logging.basicConfig(level=logging.WARNING)
+    from kvservice.runtime import telemetry
+
+    telemetry.start(
+        f"kvservice-{arguments.command}",
+        log_level=arguments.log_level,
+        log_format=arguments.log_format,
+    )
     # Whoever has read what it says may end it at once.
     with process, contextlib.suppress(Interrupted):
         if arguments.json:

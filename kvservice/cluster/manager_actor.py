@@ -15,6 +15,7 @@ from kvservice.cluster.state import ServiceOptions, WorkerGroup
 from kvservice.cluster.worker_actor import WorkerActor, WorkerPlan
 from kvservice.config import ManagerSettings
 from kvservice.core.directory import WorkerState
+from kvservice.runtime import telemetry
 from kvservice.runtime.manager import ManagerServer
 
 NAMESPACE: Final = "kvservice"
@@ -38,7 +39,9 @@ class ManagerActor:
             needs: Of each worker, by the prefix of its group.
             is_local: All workers are on this machine, so that their ports must differ.
         """
-        logging.basicConfig(level=logging.INFO)
+        telemetry.start(
+            "kvservice-manager", log_level=options.log_level, log_format=options.log_format
+        )
         self._options = options
         self._needs = needs
         self._is_local = is_local
@@ -147,6 +150,8 @@ def worker_plans(
                     domain=options.worker_domain,
                     security=replace(options.security, token_file=None),
                     zero_freed_pages=options.zero_freed_pages,
+                    log_level=options.log_level,
+                    log_format=options.log_format,
                 )
             )
         before += group.num_workers

@@ -77,6 +77,7 @@ class ServiceOptions:
         by_resource: Place by the resources kvmanager, kvworker and kvworker_gpu alone, also where
             no node has them yet.
         zero_freed_pages: Workers overwrite pages as soon as nobody holds them any more.
+        log_level, log_format: Of manager and workers; see `kvservice.logs`.
         security: Who may connect and call. Workers get the paths, but not that of the tokens.
     """
 
@@ -99,6 +100,8 @@ class ServiceOptions:
     by_resource: bool = False
     zero_freed_pages: bool = False
     security: Security = field(default_factory=Security)
+    log_level: str = "info"
+    log_format: str = "text"
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

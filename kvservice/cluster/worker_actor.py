@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import ray
 
 from kvservice.cluster.serving import serve, where
 from kvservice.config import Budget, Security, WorkerSettings
+from kvservice.runtime import telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class WorkerPlan:
     domain: str = ""
     security: Security = field(default_factory=Security)
     zero_freed_pages: bool = False
+    log_level: str = "info"
+    log_format: str = "text"
 
 
 class WorkerActor:
@@ -42,7 +44,7 @@ class WorkerActor:
         # Not above: those who only start the actor, the manager too, do without torch.
         from kvservice.runtime.worker import WorkerServer, budget_bytes
 
-        logging.basicConfig(level=logging.INFO)
+        telemetry.start("kvservice-worker", log_level=plan.log_level, log_format=plan.log_format)
         host, advertise_host = where(plan.host, plan.domain)
         self._server = WorkerServer(
             WorkerSettings(

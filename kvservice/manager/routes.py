@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -346,8 +347,14 @@ class Routes:
                 return error
 
         # One is asked by this thread: most sessions are on one worker.
-        run: Callable[..., Iterable[Any]] = self._executor.map if len(worker_ids) > 1 else map
-        return list(zip(worker_ids, run(ask, worker_ids), strict=True))
+        if len(worker_ids) <= 1:
+            return [(worker_id, ask(worker_id)) for worker_id in worker_ids]
+        # The others know what call they are part of, as this one does.
+        contexts = [copy_context() for _ in worker_ids]
+        answers = self._executor.map(
+            lambda context, worker_id: context.run(ask, worker_id), contexts, worker_ids
+        )
+        return list(zip(worker_ids, answers, strict=True))
 
     def parts(
         self,

@@ -18,6 +18,7 @@ from kvservice.server.handlers import Handlers
 from kvservice.server.streams import OpenCalls
 from kvservice.server.threads import RpcThreads
 from kvservice.wire import status
+from kvservice.wire.tracing import find_tracer
 
 FRAME_HEADROOM: Final = 64 << 10  # what a frame has around its payload
 
@@ -48,10 +49,12 @@ class GrpcServer:
         self._threads = RpcThreads(num_threads, self._clock)
         self._health = health.HealthServicer()
         self._started = False
+        tracer = find_tracer()
         self._server = grpc.server(
             self._threads,
             options=_options(self._limits),
             maximum_concurrent_rpcs=num_threads + self._limits.queued_calls,
+            interceptors=() if tracer is None else tracer.interceptors(),
         )
 
     @property

@@ -6,6 +6,7 @@ import grpc
 
 from kvservice.config import ServerLimits
 from kvservice.credentials import CertificateFiles
+from kvservice.wire.tracing import find_tracer
 
 ServerCredentials = grpc.ServerCredentials
 
@@ -31,6 +32,11 @@ class Dialer:
 
     def dial(self, address: str) -> grpc.Channel:
         """Return a channel; it connects at the first call."""
+        channel = self._dial(address)
+        tracer = find_tracer()
+        return channel if tracer is None else tracer.channel(channel, address)
+
+    def _dial(self, address: str) -> grpc.Channel:
         options: list[tuple[str, object]] = list(channel_options())
         if self._certificates is None:
             return grpc.insecure_channel(address, options)

@@ -30,6 +30,7 @@ from kvservice.core.errors import (
     TooLarge,
 )
 from kvservice.core.recorder import MethodRecorder, RpcRecorder, auth_reason
+from kvservice.logs import REQUEST, REQUEST_KEY, Request
 from kvservice.server.faults import explained
 from kvservice.server.guard import Credential, Guard
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
@@ -287,6 +288,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _begin(self, method: Method, context: Any) -> _Rpc:
         method.recorder.started()
+        metadata = dict(context.invocation_metadata())
+        REQUEST.set(Request(metadata.get(REQUEST_KEY)))
         return _Rpc(method, context, self._clock, self._guard)
 
     def _time_left(self, context: Any) -> float:
@@ -396,11 +399,11 @@ class _Rpc:
                 self._guard.calls.end(self._counted)
             seconds = self._clock.monotonic() - self._started
             self._method.recorder.handled(code, seconds)
-            self._log(logging.DEBUG, code, f"{seconds:.6f} s")
+            self._log(logging.DEBUG, code, f"{seconds:.6f} s", duration_s=round(seconds, 6))
 
-    def _log(self, level: int, outcome: str, text: str) -> None:
+    def _log(self, level: int, outcome: str, text: str, **more: object) -> None:
         if LOG.isEnabledFor(level):
-            fields = {"rpc_method": self._method.name, "rpc_outcome": outcome}
+            fields = {"rpc_method": self._method.name, "rpc_outcome": outcome, **more}
             LOG.log(level, "%s %s: %s", self._method.name, outcome, text, extra=fields)
 
 

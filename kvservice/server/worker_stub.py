@@ -14,6 +14,7 @@ from google.protobuf import message_factory
 from kvservice.clock import Clock
 from kvservice.core.caller import Caller
 from kvservice.core.errors import KVServiceError, Unavailable
+from kvservice.logs import REQUEST, REQUEST_KEY
 from kvservice.server.dialing import Dialer
 from kvservice.server.guard import SERVICE, Speaker
 from kvservice.server.heartbeat import HeartbeatSource
@@ -74,6 +75,8 @@ class GrpcWorkerHandle:
             metadata = metadata_of(caller)
         else:
             metadata = self._speaker.metadata(caller)
+        if (serving := REQUEST.get()) is not None:
+            metadata = (*metadata, (REQUEST_KEY, serving.id))
         try:
             return self._methods[method](request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:

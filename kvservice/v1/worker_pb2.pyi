@@ -63,7 +63,7 @@ class AttendRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[AttendCall, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
 
 class AttendCall(_message.Message):
-    __slots__ = ("call_id", "session_id", "incarnation", "epoch", "step", "layer", "header", "q", "k", "v", "positions", "query_counts", "query_positions", "mask", "scale", "softcap", "sinks", "bias", "column_starts", "partial", "capability")
+    __slots__ = ("call_id", "session_id", "incarnation", "epoch", "step", "layer", "header", "q", "k", "v", "positions", "query_counts", "query_positions", "mask", "scale", "softcap", "sinks", "bias", "column_starts", "partial", "capability", "trace_parent")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class AttendCall(_message.Message):
     COLUMN_STARTS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     session_id: str
     incarnation: str
@@ -106,7 +107,8 @@ class AttendCall(_message.Message):
     column_starts: _containers.RepeatedScalarFieldContainer[int]
     partial: bool
     capability: bytes
-    def __init__(self, call_id: _Optional[int] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., header: _Optional[_Union[StepHeader, _Mapping]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., query_counts: _Optional[_Iterable[int]] = ..., query_positions: _Optional[_Iterable[int]] = ..., mask: _Optional[_Union[Mask, _Mapping]] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., sinks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., column_starts: _Optional[_Iterable[int]] = ..., partial: bool = ..., capability: _Optional[bytes] = ...) -> None: ...
+    trace_parent: str
+    def __init__(self, call_id: _Optional[int] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., layer: _Optional[int] = ..., header: _Optional[_Union[StepHeader, _Mapping]] = ..., q: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., query_counts: _Optional[_Iterable[int]] = ..., query_positions: _Optional[_Iterable[int]] = ..., mask: _Optional[_Union[Mask, _Mapping]] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., sinks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., bias: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., column_starts: _Optional[_Iterable[int]] = ..., partial: bool = ..., capability: _Optional[bytes] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ("result", "fragment")

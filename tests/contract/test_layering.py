@@ -18,7 +18,13 @@ SOURCE_ROOTS = {
 }
 
 WIRE = {"kvservice.core", "kvservice.v1", "kvservice.wire", "kvservice.clock"}
-SHELL = {"kvservice.config", "kvservice.credentials", "kvservice.metrics", "kvservice.server"}
+SHELL = {
+    "kvservice.config",
+    "kvservice.logs",
+    "kvservice.credentials",
+    "kvservice.metrics",
+    "kvservice.server",
+}
 WORKERS = {"kvservice_workers", "kvservice_workers.data_plane"}
 
 # Part -> the parts it may import besides itself. A module belongs to the longest name that is a
@@ -28,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvservice.core": set(),
     "kvservice.v1": set(),
     "kvservice.clock": set(),
-    "kvservice.wire": {"kvservice.core", "kvservice.v1"},
+    "kvservice.logs": set(),
+    "kvservice.wire": {"kvservice.core", "kvservice.v1", "kvservice.logs"},
     "kvservice.config": {"kvservice.core"},
     "kvservice.credentials": {"kvservice.core", "kvservice.clock", "kvservice.config"},
     "kvservice.certificates": {"kvservice.core", "kvservice.config", "kvservice.credentials"},
@@ -53,6 +60,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "grpc": (
         "kvservice.server.*",
         "kvservice.wire.status",
+        "kvservice.wire.tracing",
         "kvservice_workers.data_plane.*",
         "kvservice_client._transport*",
     ),
@@ -73,6 +81,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "transformers": ("kvservice_client.hf*", "kvservice_client._hf*", "kvservice.demo*"),
     "cryptography": ("kvservice.certificates",),
     "prometheus_client": ("kvservice.metrics*",),
+    "opentelemetry": ("kvservice.wire.tracing",),
     "rich": ("kvservice.cli*", "kvservice.demo*"),
     "google": (
         "kvservice.v1.*",

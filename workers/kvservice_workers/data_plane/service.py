@@ -7,6 +7,7 @@ whole message here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvservice.core.access import Rights
 from kvservice.core.caller import Caller, Role
@@ -16,8 +17,12 @@ from kvservice.core.session import SessionInfo, check_session_id
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls, convert
 from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb, session_to_pb
+from kvservice.wire.names import WORKER
+from kvservice.wire.tracing import find_tracer
 from kvservice_workers.data_plane.shortcut import asks_steadily, steady_result
 from kvservice_workers.worker import PageWorker
+
+_ATTEND: Final = f"{WORKER.full_name}/Attend"
 
 Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
 """Returns where the lane is, and a token that lets the caller in, once."""
@@ -50,6 +55,7 @@ class WorkerService:
         self._admit = admit
         self._issue = issue
         self._incarnation = worker.config.incarnation
+        self._tracer = find_tracer()
         self._passed = failpoints.passed
 
     # Sessions
@@ -214,6 +220,17 @@ class WorkerService:
     # The data path
 
     def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
+        if self._tracer is not None and call.trace_parent:
+            attributes: dict[str, int | str] = {
+                "kvservice.worker": self._worker.config.worker_id,
+                "kvservice.layer": call.layer,
+                "kvservice.step": call.step,
+            }
+            with self._tracer.serving(_ATTEND, call.trace_parent, attributes):
+                return self._attend(call, caller)
+        return self._attend(call, caller)
+
+    def _attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
         if call.incarnation != self._incarnation:
             self._check_incarnation(call.incarnation)
         if not call.HasField("header"):
