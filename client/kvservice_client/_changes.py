@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ class Change:
     Fields:
         requests: Still without an answer. A retry sends the same bytes.
         adopt: Makes the mirror what the workers are, once all have it.
-        begun: Whether a worker has it, or may have it.
+        begun: Whether a worker has it for certain.
     """
 
     method: str
@@ -201,11 +200,12 @@ class Changes:
         try:
             self._ask(extent, change.method, request)
         except OUTCOME_UNKNOWN:
-            change.begun = True
             raise
         except KVServiceError:
+            # A worker that has the change does not refuse it; so this one has not, nor has any
+            # that comes after it.
             if not change.begun:
-                self._pending = None  # refused by the first who was asked: nothing has changed
+                self._pending = None
             raise
         change.begun = True
 
@@ -226,7 +226,7 @@ class Changes:
         """
         mirror, links = self._mirror, self._links
         if mirror.haunted or not self._is_released():
-            mirror.id, mirror.haunted = str(uuid.uuid4()), False
+            mirror.id, mirror.haunted = links.connections.new_id(), False
         spec = convert.spec_to_pb(mirror.spec)
         spec.row_count = mirror.num_rows
         request = types_pb2.AllocateRequest(session_id=mirror.id, spec=spec)

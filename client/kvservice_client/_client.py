@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,7 +100,7 @@ class Client:
             replicas=replicas,
             spread=spread,
         )
-        session_id = str(uuid.uuid4())
+        session_id = self._connections.new_id()
         request = types_pb2.AllocateRequest(session_id=session_id, spec=convert.spec_to_pb(spec))
         try:
             opened = self._connections.ask(FRONT, "Allocate", request).session
@@ -139,7 +138,7 @@ class Client:
             SessionNotFound, PositionOutOfRange.
             TooLarge: It has padding in too many places to be told.
         """
-        child_id = str(uuid.uuid4())
+        child_id = self._connections.new_id()
         looked_up = types_pb2.GetSessionRequest(session_id=check_session_id(session_id))
         for last in (False,) * (_MAX_FORK_TRIES - 1) + (True,):
             parent = self._connections.ask(FRONT, "GetSession", looked_up).session

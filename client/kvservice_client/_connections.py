@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -48,6 +49,8 @@ class Connections:
         dial: Makes the way to an address.
         lone_worker: `front` is a worker without a manager, not a manager.
         on_close: Called at the end of `close`.
+        background: Whether threads may be started. If not, somebody calls `Leases.look`.
+        new_id: Makes the ids of sessions: UUID4s that nobody else makes.
     """
 
     def __init__(
@@ -60,8 +63,12 @@ class Connections:
         clock: Clock | None = None,
         rng: Random | None = None,
         on_close: Callable[[], None] | None = None,
+        background: bool = True,
+        new_id: Callable[[], str] = lambda: str(uuid.uuid4()),
     ) -> None:
         self.front = front
+        self.background = background
+        self.new_id = new_id
         self.lone_worker = lone_worker
         self.config = config if config is not None else ClientConfig()
         self.clock: Clock = clock if clock is not None else SystemClock()

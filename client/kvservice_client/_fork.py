@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import uuid
 
 from kvservice.core.errors import KVServiceError
 from kvservice.v1 import types_pb2
@@ -23,7 +22,7 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
         token_count: Leading tokens of each row to share, at most the shortest row's length. None:
             all of each.
     """
-    child_id = str(uuid.uuid4())
+    child_id = links.connections.new_id()
     extents = [
         extent
         for extent in parent.extents

@@ -87,7 +87,7 @@ class Leases:
         self._connections = connections
         self._clock = connections.clock
         self._lock = threading.Lock()
-        self._leases: set[Lease] = set()
+        self._leases: dict[Lease, None] = {}  # in the order in which they came
         self._notes: SimpleQueue[Lease | Note] = SimpleQueue()  # a lease: to be released
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -96,8 +96,8 @@ class Leases:
     def add(self, lease: Lease) -> None:
         """Renew this lease from now on."""
         with self._lock:
-            self._leases.add(lease)
-            if self._thread is None and not self._closed:
+            self._leases[lease] = None
+            if self._thread is None and not self._closed and self._connections.background:
                 self._thread = threading.Thread(
                     target=self._run, name="kvservice-leases", daemon=True
                 )
@@ -109,14 +109,14 @@ class Leases:
         """Neither renew nor release it any more."""
         lease.open = False
         with self._lock:
-            self._leases.discard(lease)
+            self._leases.pop(lease, None)
 
     def hand_over(self, session_id: str) -> None:
         """Leave a session to whoever has just attached to it, though an object of ours holds it."""
         with self._lock:
             for lease in [one for one in self._leases if one.session_id == session_id]:
                 lease.taken = True
-                self._leases.discard(lease)
+                del self._leases[lease]
 
     def release_soon(self, lease: Lease) -> None:
         """Release a session in the background. For finalizers: takes no lock, makes no call."""
@@ -152,18 +152,32 @@ class Leases:
 
     # -- the thread
 
+    def look(self) -> float | None:
+        """Do what is to be done now: what the thread does, where there is none.
+
+        Returns:
+            The seconds until something is due; None: nothing is.
+        """
+        if not self._notes.empty():
+            self._heed(self._wait_for_notes(0.0))
+        return self.renew_due()
+
     def _run(self) -> None:
-        ending = False
-        while not ending:
-            notes = self._wait_for_notes(self.renew_due())
-            ending = Note.END in notes
-            with self._lock:
-                self._closed |= ending
-                released = set(self._leases) if ending else set()
-                released.update(note for note in notes if isinstance(note, Lease))
-                self._leases -= released
-            self._release([lease for lease in released if lease.open and not lease.taken])
+        while not self._heed(self._wait_for_notes(self.renew_due())):
+            pass
         _ALIVE.discard(self)
+
+    def _heed(self, notes: Sequence[Lease | Note]) -> bool:
+        """Release what notes say; return whether they say that this is the end."""
+        ending = Note.END in notes
+        with self._lock:
+            self._closed |= ending
+            released = dict(self._leases) if ending else {}
+            released.update((note, None) for note in notes if isinstance(note, Lease))
+            for lease in released:
+                self._leases.pop(lease, None)
+        self._release([lease for lease in released if lease.open and not lease.taken])
+        return ending
 
     def _wait_for_notes(self, timeout_s: float | None) -> list[Lease | Note]:
         notes: list[Lease | Note] = []

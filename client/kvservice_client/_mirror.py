@@ -210,7 +210,8 @@ class Mirror:
     def reset(self) -> None:
         """Drop all tokens. The first workers take tokens again, as many as the session spreads."""
         everywhere = self.everywhere
-        self.haunted |= any(one.lost and not one.replaced for one in self.spares)
+        gone = [one for one in (*self.extents, *self.spares) if one.lost]
+        self.haunted |= any(not one.replaced for one in gone)
         self.lengths = {}
         self.padding = Padding.none(self.num_rows)
         self.uncertain = False

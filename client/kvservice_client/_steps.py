@@ -108,7 +108,8 @@ def parts_of(mirror: Mirror, step: Step, ask: Ask, positions: Lengths) -> list[P
         if counts is not None and ask.scoring.is_causal and ask.query_positions is None:
             # No query before the worker's own positions sees any of them.
             part.first_query = _skipped(ask, extent, positions)
-        holds = any(map(int.__lt__, extent.starts, mirror.layer_lengths(ask.layer)))
+        stored = map(min, mirror.stops_of(extent), mirror.layer_lengths(ask.layer))
+        holds = any(map(int.__lt__, extent.starts, stored))
         if any(part.counts) or holds:
             parts.append(part)
     return parts or [_share(mirror.tail, True, positions, counts)]

@@ -395,7 +395,10 @@ class Routes:
             behind = [info for info in found.values() if info.epoch == from_epoch]
             mine += [info for info in behind if info not in mine]
         ids = {info.extents[0]: worker_id for worker_id, info in found.items()}
-        return [Part(ids[info.extents[0]], info) for info in in_order(mine)]
+        epochs = sorted({info.epoch for info in mine}, reverse=True)
+        # Those that lack a change may have other rows; they come behind those that have it.
+        by_epoch = [in_order([one for one in mine if one.epoch == epoch]) for epoch in epochs]
+        return [Part(ids[info.extents[0]], info) for infos in by_epoch for info in infos]
 
     def _ask_where(
         self,

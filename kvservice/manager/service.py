@@ -17,6 +17,7 @@ from kvservice.core.errors import (
     KVServiceError,
     PagesLost,
     PositionOutOfRange,
+    StaleEpoch,
     Unimplemented,
 )
 from kvservice.core.extents import find_loss, join_parts, merge_sessions, row_lengths
@@ -190,12 +191,26 @@ class PageManager:
         # Explicitly from one epoch, so that a repeat is told. Workers that are ahead come first:
         # if it was another change than Attach that has put them there, they refuse.
         parts.sort(key=lambda part: -part.info.epoch)
+        ahead = [part for part in parts if part.info.epoch == parts[0].info.epoch]
+        try:
+            taken = self._attach(parts, epoch, request, caller)
+        except StaleEpoch:
+            if request.HasField("epoch") or len(ahead) == len(parts):
+                raise
+            # Nobody but the holder that is being replaced knows the change that is half done, and
+            # it may be gone: what lacks it is as good as lost.
+            taken = self._attach(ahead, ahead[0].info.epoch, request, caller)
+        return types_pb2.AttachResponse(session=_what_is_left(taken))
+
+    def _attach(
+        self, parts: Sequence[Part], epoch: int, request: types_pb2.AttachRequest, caller: Caller
+    ) -> list[Part]:
         taken: list[Part] = []
         for part in parts:
             forwarded = copy_of(request, epoch=epoch)
             answer = self._routes.ask(part.worker_id, "Attach", forwarded, caller)
             taken.append(Part(part.worker_id, session_from_pb(answer.session)))
-        return types_pb2.AttachResponse(session=_what_is_left(taken))
+        return taken
 
     def _same_for_all(
         self, request: Any, caller: Caller, *, keep_at_most: int | None = None

@@ -60,31 +60,36 @@ class Promises:
         except KVServiceError:
             self.promise(session, None)
 
-    def make_room_for_rows(self, session: WorkerSession, rows: Sequence[int]) -> None:
+    def hold_room_for_rows(self, session: WorkerSession, rows: Sequence[int]) -> None:
         """Make sure that a reservation holds for new rows, all of whose pages may be shared.
+
+        The room is held for them until the session's next call: on several workers all are asked
+        before the first one changes anything, and none may fail afterwards.
 
         Raises:
             OutOfPages, QuotaExceeded: Nothing has changed.
         """
         if session.targets is None:
             return
-        most_of = {}
-        for window, group in session.groups.items():
+        groups = list(session.groups.values())
+        changes: list[int] = []
+        by_pool: dict[int, tuple[Pool, int]] = {}
+        for group in groups:
             entries = [len(table.entries) for table in group.tables]
-            most_of[window] = sum(
+            most = sum(
                 session.row_promise(group, row, entries[row], entries[row] > 0) for row in rows
             )
-        promised = sum(group.promised for group in session.groups.values())
-        self._pools.usage.check_pages(session.tenant, sum(most_of.values()) - promised)
-        for window, group in session.groups.items():
-            most = most_of[window]
-            if most > group.promised:
-                self._pools.make_room(
-                    group.pool,
-                    0,
-                    promise_change=most - group.promised,
-                    keep=session.pools(),
-                )
+            changes.append(max(0, most - group.promised))
+            pool, change = by_pool.get(id(group.pool), (group.pool, 0))
+            by_pool[id(group.pool)] = pool, change + changes[-1]
+        self._pools.usage.check_pages(session.tenant, sum(changes))
+        for pool, change in by_pool.values():
+            if change:
+                self._pools.make_room(pool, 0, promise_change=change, keep=session.pools())
+        for group, change in zip(groups, changes, strict=True):
+            group.pool.pages.take(0, promise_change=change)
+            self._pools.usage.change_pages(session.tenant, change)
+            group.promised += change
 
     def _make_stated_arenas(self, session: WorkerSession) -> None:
         """Make all arenas of a session that states its layers, so that its bytes are counted."""

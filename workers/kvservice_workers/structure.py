@@ -61,7 +61,7 @@ class Structure:
             session.followed_by = ""  # nothing is left behind what this worker holds
         for group in session.groups.values():
             for row, table in enumerate(group.tables):
-                freed = table.cut(cdiv(keep[row], group.page_size))
+                freed = table.cut(_num_entries(session, row, keep[row], group.page_size))
                 self._count_freed(session, freed, reason)
                 reach = cdiv(keep[row], group.page_size) * group.page_size
                 group.evicted[row] = min(group.evicted[row], reach) if keep[row] else 0
@@ -83,7 +83,7 @@ class Structure:
         Raises:
             OutOfPages: A reservation does not fit the new rows. Nothing has changed.
         """
-        self._promises.make_room_for_rows(session, rows)
+        self._promises.hold_room_for_rows(session, rows)
         targets = session.targets
         for group in session.groups.values():
             old = group.tables
@@ -135,8 +135,8 @@ class Structure:
             mine = child.groups[window]
             mine.in_use = group.in_use
             mine.tables = [
-                table.share(cdiv(length, size))
-                for table, length in zip(group.tables, keep, strict=True)
+                table.share(_num_entries(parent, row, length, size))
+                for row, (table, length) in enumerate(zip(group.tables, keep, strict=True))
             ]
             mine.evicted = [
                 min(gone, cdiv(length, size) * size)
@@ -189,6 +189,14 @@ class Structure:
         if (below or session.lengths) and session.longest_of_all() == session.starts:
             session.starts = None
             session.lengths.clear()
+
+
+def _num_entries(session: WorkerSession, row: int, length: int, page_size: int) -> int:
+    """Return the page table's entries for a row that is cut to `length` tokens.
+
+    A page in the middle of which the extent begins is none of the row's once nothing is left.
+    """
+    return length // page_size if length <= session.start_of(row) else cdiv(length, page_size)
 
 
 def _geometries(spec: SessionSpec, window: int | None) -> tuple[LayerGeometry | None, ...]:

@@ -419,7 +419,9 @@ class PageWorker:
             if min(rows) < 0 or max(rows) >= session.num_rows:
                 raise InvalidRequest(f"rows must be below {session.num_rows}, got {list(rows)}")
             session.quota.check("rows", len(rows))
-            if not check_only:
+            if check_only:
+                self._promises.hold_room_for_rows(session, rows)
+            else:
                 self._structure.select(session, rows)
                 self._apply(session, change)
             return self._info(session)
