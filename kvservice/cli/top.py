@@ -11,11 +11,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvservice.cli.board import Alert, Board, Member, Reading, Row, make_board
 from kvservice.cli.exits import OK, Interrupted
 from kvservice.cli.showing import connect_to, find_state
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import format_size
+from kvservice.core.board import Alert, Board, Member, Reading, Row, json_of, make_board
 from kvservice.core.errors import InvalidRequest, KVServiceError, NotFound
 from kvservice.tables import table
 from kvservice.wire.json_form import json_form
@@ -23,7 +23,6 @@ from kvservice_client import Client
 
 MIN_INTERVAL_S: Final = 0.1
 _BAR_WIDTH: Final = 24
-_NAMES: Final = {"tokens_per_s": "tokensPerSecond", "layers_per_s": "layersPerSecond"}
 
 
 def top(arguments: argparse.Namespace) -> int:
@@ -77,26 +76,6 @@ def _print_json(boards: Iterator[Board], *, once: bool) -> None:
             print(json.dumps(json_of(board)), flush=True)
             if once:
                 return
-
-
-def json_of(board: Board) -> dict[str, Any]:
-    """Return a board for scripts."""
-    return {
-        "workers": [_json(row) for row in board.rows],
-        "total": _json(board.total),
-        "alerts": [_json(alert) for alert in board.alerts],
-    }
-
-
-def _json(part: Row | Alert) -> dict[str, Any]:
-    return {_NAMES.get(name, _camel(name)): v for name, v in dataclasses.asdict(part).items()}
-
-
-def _camel(name: str) -> str:
-    if name.endswith("_s"):
-        name = name.removesuffix("_s") + "_seconds"
-    first, *rest = name.split("_")
-    return first + "".join(word.capitalize() for word in rest)
 
 
 _HEADERS: Final = (

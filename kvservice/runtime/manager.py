@@ -13,6 +13,7 @@ from kvservice.manager import LOOK_S, PageManager
 from kvservice.metrics import ManagerMetrics
 from kvservice.runtime.process import ProcessServer, failpoints
 from kvservice.runtime.secrets import Secrets
+from kvservice.runtime.status_page import StatusPage
 from kvservice.server.worker_stub import GrpcWorkerHandle
 from kvservice.wire.names import MANAGER
 
@@ -52,7 +53,14 @@ class ManagerServer(ProcessServer):
         running.callback(self.manager.close)
         metrics.watch(self.manager.membership, self._clock)
         metrics.watch_files(secrets.up_to_date, secrets.certificate_ends)
-        self._serve_metrics(running, metrics, settings)
+        page = StatusPage(
+            self.manager,
+            self.address,
+            clock=self._clock,
+            find_caller=secrets.token_finder(),
+            is_guarded=settings.security.authenticates,
+        )
+        self._serve_metrics(running, metrics, settings, page.pages())
         self._serve_health(running, server, settings)
         watch = _Watch(self.manager, self._clock)
         running.callback(watch.stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
@@ -13,6 +14,7 @@ from kvservice.clock import Clock
 from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings, stated_failpoints
 from kvservice.core.failpoints import Failpoints
 from kvservice.metrics import Metrics, MetricsEndpoint
+from kvservice.metrics.endpoint import Page
 from kvservice.runtime.secrets import Secrets
 from kvservice.server.app import GrpcServer
 from kvservice.server.health import HealthServer
@@ -96,11 +98,17 @@ class ProcessServer:
         return server
 
     def _serve_metrics(
-        self, running: ExitStack, metrics: Metrics, settings: ManagerSettings | WorkerSettings
+        self,
+        running: ExitStack,
+        metrics: Metrics,
+        settings: ManagerSettings | WorkerSettings,
+        pages: Mapping[str, Page] | None = None,
     ) -> None:
         self.metrics_address = None
         if settings.metrics_port is not None:
-            endpoint = MetricsEndpoint(metrics.registry, settings.host, settings.metrics_port)
+            endpoint = MetricsEndpoint(
+                metrics.registry, settings.host, settings.metrics_port, pages
+            )
             running.callback(endpoint.close)
             self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)
 

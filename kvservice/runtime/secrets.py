@@ -56,6 +56,10 @@ class Secrets:
             ends["ca"] = end_of(found.ca)
         return ends
 
+    def token_finder(self) -> Callable[[str], Caller | None] | None:
+        """Return what tells whose a token is; None: there are no tokens."""
+        return None if self._tokens is None else self._tokens.find
+
     def named_tenants(self) -> tuple[str, ...]:
         """Return the tenants that an operator has named: those with quotas of their own."""
         return () if self._quotas is None else self._quotas.tenants()

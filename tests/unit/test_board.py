@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvservice.cli import top
-from kvservice.cli.board import Board, Member, Reading, make_board
+from kvservice.core.board import Board, Member, Reading, json_of, make_board
 from kvservice.core.distribution import SECONDS, Histogram
 from kvservice.core.session import PoolStats, WorkerStats
 
@@ -118,7 +118,7 @@ def test_bar_shows_what_is_there(used: int, reserved: int, parts: tuple[int, int
 
 def test_json_is_plain() -> None:
     """With names that say the unit."""
-    form = json.loads(json.dumps(top.json_of(make_board(reading(1.0, stats()), None))))
+    form = json.loads(json.dumps(json_of(make_board(reading(1.0, stats()), None))))
     assert form["workers"][0]["workerId"] == "w0"
     assert {"tokensPerSecond", "layersPerSecond", "p99Seconds", "usedBytes"} <= set(form["total"])
     assert form["alerts"] == []

@@ -1,16 +1,17 @@
-"""What `kvservice top` shows, out of what the service has said. Pure."""
+"""What `kvservice top` and the status page show, out of what the service has said."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 from kvservice.core.distribution import EMPTY, Distribution
 from kvservice.core.session import WorkerStats
 
 NEARLY_FULL: Final = 0.9
 SLOW_S: Final = 0.25
+_NAMES: Final = {"tokens_per_s": "tokensPerSecond", "layers_per_s": "layersPerSecond"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,26 @@ def make_board(now: Reading, before: Reading | None, *, expected: int = 0) -> Bo
         rows.append(_row(member, stats, earlier, seconds, attention))
         alerts += _of_stats(stats, earlier, attention)
     return Board(rows, _total(rows, seen), alerts)
+
+
+def json_of(board: Board) -> dict[str, Any]:
+    """Return a board for scripts and browsers."""
+    return {
+        "workers": [_json(row) for row in board.rows],
+        "total": _json(board.total),
+        "alerts": [_json(alert) for alert in board.alerts],
+    }
+
+
+def _json(part: Row | Alert) -> dict[str, Any]:
+    return {_NAMES.get(name, _camel(name)): value for name, value in asdict(part).items()}
+
+
+def _camel(name: str) -> str:
+    if name.endswith("_s"):
+        name = name.removesuffix("_s") + "_seconds"
+    first, *rest = name.split("_")
+    return first + "".join(word.capitalize() for word in rest)
 
 
 def _same_life(earlier: WorkerStats | None, stats: WorkerStats) -> WorkerStats | None:
