@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_up(add("up", serving.up, "start a manager and workers on Ray"))
     _add_down(add("down", serving.down, "end what `up` has started, and nothing else"))
-    _add_query(add("status", showing.status, "say whether the service is healthy"))
+    _add_status(add("status", showing.status, "say whether the service is healthy"))
     _add_query(add("stats", showing.stats, "show how many pages and bytes are used"))
     _add_query(add("workers", showing.workers, "list the workers"))
     _add_query(add("sessions", showing.sessions, "list the sessions"))
@@ -171,13 +171,6 @@ def _add_placing(parser: argparse.ArgumentParser) -> None:
         "its node)",
     )
     parser.add_argument(
-        "--worker-domain",
-        default="",
-        metavar="DOMAIN",
-        help="workers are reached as a name below it, such as 10-0-0-7.DOMAIN (default: by their "
-        "address)",
-    )
-    parser.add_argument(
         "--scale-file",
         type=Path,
         metavar="FILE",
@@ -243,6 +236,16 @@ def _add_drain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-wait", action="store_true", help="return as soon as it drains, not when it has left"
+    )
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    _add_query(parser)
+    parser.add_argument(
+        "--expect-workers",
+        type=int,
+        metavar="N",
+        help="with fewer alive it is not healthy (default: what `up` was told, else 1)",
     )
 
 

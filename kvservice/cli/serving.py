@@ -89,7 +89,6 @@ def _options(arguments: argparse.Namespace) -> ServiceOptions:
         log_level=arguments.log_level,
         log_format=arguments.log_format,
         manager_address=arguments.manager_address or "",
-        worker_domain=arguments.worker_domain,
         by_resource=arguments.by_resource,
         zero_freed_pages=arguments.zero_freed_pages,
         security=_security(arguments),

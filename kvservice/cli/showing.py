@@ -40,7 +40,9 @@ def status(arguments: argparse.Namespace) -> int:
     except KVServiceError as error:
         return _print_status(arguments, UNHEALTHY, found | {"reason": error.message})
     found["workers"] = workers
-    expected = 1 if state is None else state.options.total_workers
+    expected = arguments.expect_workers
+    if expected is None:
+        expected = 1 if state is None else state.options.total_workers
     num_alive = sum(worker["state"] == "WORKER_STATE_ALIVE" for worker in workers)
     if num_alive < expected:
         found["reason"] = f"{num_alive} of {expected} workers alive"

@@ -29,6 +29,7 @@ LOCAL: Final = "local"
 _GRACE_S: Final = 10.0
 _STOP_TIMEOUT_S: Final = 30.0
 _LOOPBACK: Final = "127.0.0.1"
+_EVERYWHERE: Final = "0.0.0.0"
 _MARGIN_S: Final = 15.0
 
 
@@ -130,6 +131,7 @@ class Launcher:
 
         Raises:
             InvalidRequest: The address or the port is none that a service can be kept at.
+            ConfigError: Others could reach what is open to everybody, or a key is missing.
             Unavailable: The cluster does not answer, or no longer.
             Conflict: Another command of this name is at work.
         """
@@ -138,6 +140,9 @@ class Launcher:
                 "a service is kept in a cluster that is there: state --address auto or "
                 "HOST:PORT, and a --port that is not 0"
             )
+        # The files of the secrets are where manager and workers run, not here.
+        options.security.check_reach(options.host or _EVERYWHERE)
+        options.security.check_shared_key()
         check_listening(ray_address)
         request = {
             "action": "keep",

@@ -59,6 +59,7 @@ class ManagerActor:
         )
         serve(self._server)
         self._workers: dict[str, Any] = {}
+        self._places: dict[str, str] = {}  # the hosts of workers, as last heard
         self._start_missing()
 
     def describe(self) -> dict[str, object]:
@@ -80,6 +81,9 @@ class ManagerActor:
             self._options, num_workers=num_workers, num_gpu_workers=num_gpu_workers
         )
         self._server.manager.workers_expected = self._options.total_workers
+        for view in self._server.manager.workers():
+            host = view.record.address.rpartition(":")[0].strip("[]")
+            self._places[view.record.worker_id] = host
         for group in self._options.groups:
             self._end_surplus(group)
         self._start_missing()
@@ -98,14 +102,36 @@ class ManagerActor:
         """Find or start workers until each group has its number. Does not wait for them."""
         names = set(_named_actors())
         for name in [name for name in self._workers if name not in names]:
-            LOG.warning("%s did not start, or was ended; starting another", name)
+            LOG.warning("%s did not start, was drained, or was ended", name)
             del self._workers[name]
-        for plan in worker_plans(
-            self._options, self._server.address, names, is_local=self._is_local
-        ):
-            if plan.worker_id not in self._workers:
+        away = self._kept_away(names)
+        plans = worker_plans(
+            self._options, self._server.address, names | away, is_local=self._is_local
+        )
+        for plan in plans:
+            if plan.worker_id not in self._workers and plan.worker_id not in away:
                 needs = self._needs[_prefix(plan.worker_id)]
                 self._workers[plan.worker_id] = _find_or_start(plan, needs)
+
+    def _kept_away(self, names: set[str]) -> set[str]:
+        """Return the workers that were drained and whose nodes are still there: what was told to
+        leave a node is not started on it again. Those that nobody misses are forgotten.
+
+        Args:
+            names: Of the workers that Ray has.
+        """
+        manager = self._server.manager
+        left = manager.left_workers() - names
+        if not left:
+            return set()
+        for group in self._options.groups:
+            present = [name for name in names if _prefix(name) == group.prefix]
+            if len(present) >= group.num_workers:
+                for name in [name for name in left if _prefix(name) == group.prefix]:
+                    manager.forget_left(name)
+                    left -= {name}
+        hosts = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        return {name for name in left if self._places.get(name) in hosts}
 
     def _end_surplus(self, group: WorkerGroup) -> None:
         serving = {
@@ -147,7 +173,6 @@ def worker_plans(
                     metrics_port=port(options.worker_metrics_port, index),
                     health_port=None if health is None else port(health, index),
                     manager_address=options.manager_address or manager_address,
-                    domain=options.worker_domain,
                     security=replace(options.security, token_file=None),
                     zero_freed_pages=options.zero_freed_pages,
                     log_level=options.log_level,

@@ -22,18 +22,12 @@ class Server(Protocol):
         """Serve, or raise ConfigError."""
 
 
-def where(host: str | None, domain: str = "") -> tuple[str, str | None]:
-    """Return where to listen and, if that isn't where others are to connect, where that is.
-
-    Args:
-        host: Where to listen; None: at the address of this actor's node.
-        domain: If not empty, others are to connect to the node's address as a name below it.
-    """
-    node: str = ray.util.get_node_ip_address()
-    advertised = f"{node.replace('.', '-').replace(':', '-')}.{domain}" if domain else node
+def where(host: str | None) -> tuple[str, str | None]:
+    """Return where to listen and, if that isn't where others are to connect, where that is."""
+    node = ray.util.get_node_ip_address()
     if host is None:
-        return node, advertised if domain else None
-    return host, advertised if domain or host in _WILDCARDS else None
+        return node, None
+    return host, node if host in _WILDCARDS else None
 
 
 def serve(server: Server) -> None:

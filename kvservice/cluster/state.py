@@ -72,8 +72,6 @@ class ServiceOptions:
         health_port: The manager's for probes; None: none. Likewise `worker_health_port`.
         manager_address: Where workers find the manager, as host:port. Empty: at the address of
             its node, which another node has if the manager must move there.
-        worker_domain: Workers are to be reached by their address as a name below this domain:
-            10-0-0-7.DOMAIN. Empty: by their address.
         by_resource: Place by the resources kvmanager, kvworker and kvworker_gpu alone, also where
             no node has them yet.
         zero_freed_pages: Workers overwrite pages as soon as nobody holds them any more.
@@ -96,7 +94,6 @@ class ServiceOptions:
     health_port: int | None = None
     worker_health_port: int | None = None
     manager_address: str = ""
-    worker_domain: str = ""
     by_resource: bool = False
     zero_freed_pages: bool = False
     security: Security = field(default_factory=Security)

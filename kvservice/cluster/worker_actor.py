@@ -18,7 +18,6 @@ class WorkerPlan:
 
     budget: What its pages may take of what there is where it runs.
     host: Where to listen; None: at the address of the node.
-    domain: What others know its address under, as `ServiceOptions.worker_domain` says.
     """
 
     worker_id: str
@@ -30,7 +29,6 @@ class WorkerPlan:
     metrics_port: int
     health_port: int | None
     manager_address: str
-    domain: str = ""
     security: Security = field(default_factory=Security)
     zero_freed_pages: bool = False
     log_level: str = "info"
@@ -45,7 +43,7 @@ class WorkerActor:
         from kvservice.runtime.worker import WorkerServer, budget_bytes
 
         telemetry.start("kvservice-worker", log_level=plan.log_level, log_format=plan.log_format)
-        host, advertise_host = where(plan.host, plan.domain)
+        host, advertise_host = where(plan.host)
         self._server = WorkerServer(
             WorkerSettings(
                 worker_id=plan.worker_id,

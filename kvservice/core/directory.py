@@ -228,6 +228,15 @@ class Directory:
             self._left.add(worker_id)
 
     @property
+    def left(self) -> frozenset[str]:
+        """Ids of workers that were drained, and have not come back."""
+        return frozenset(self._left)
+
+    def forget_left(self, worker_id: str) -> None:
+        """Miss a drained worker no more: there should be one less."""
+        self._left.discard(worker_id)
+
+    @property
     def num_left(self) -> int:
         """Workers that were drained, and have not come back."""
         return len(self._left)

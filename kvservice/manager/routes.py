@@ -187,6 +187,16 @@ class Routes:
         with self._lock:
             return self._events.recent()
 
+    def left(self) -> frozenset[str]:
+        """Return the ids of workers that were drained, and have not come back."""
+        with self._lock:
+            return self._directory.left
+
+    def forget_left(self, worker_id: str) -> None:
+        """Miss a drained worker no more."""
+        with self._lock:
+            self._directory.forget_left(worker_id)
+
     def num_left(self) -> int:
         """Return how many workers were drained, and have not come back."""
         with self._lock:

@@ -340,6 +340,14 @@ class PageManager:
         """Return what the manager knows of its workers."""
         return self._routes.workers()
 
+    def left_workers(self) -> frozenset[str]:
+        """Return the ids of workers that were drained, and have not come back."""
+        return self._routes.left()
+
+    def forget_left(self, worker_id: str) -> None:
+        """Miss a drained worker no more: `workers_expected` is without it."""
+        self._routes.forget_left(worker_id)
+
     def membership(self) -> Membership:
         """Return the workers, how many there should be, and how this manager came to know them."""
         with self._take_over_lock:
