@@ -1,13 +1,15 @@
 # Each target does its own set-up in .venv, from nothing. PYTHON=... chooses the interpreter.
 #
 #   make demo          a real model, its keys and values on two workers
-#   make test          all tests but the next three; ARGS="-k name" is handed to pytest
+#   make test          all tests but those of the other targets; ARGS="-k name" is handed to pytest
 #   make test-matrix   every model family and decoding strategy
 #   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
 #   make soak          open and close 20,000 sessions, and look for leaks
 #   make gpu-check     on a machine with a GPU: kernels, a worker, bandwidth, the demo
 #   make fuzz          random bytes at every door, for ten minutes; FUZZ_SECONDS=60 for one
 #   make bench         what the service costs, as ratios to local attention
+#   make check-deploy  chart, image file, compose file: schemas, policies, and run for real
+#   make check-image   the container image, built and run without an engine; needs root, and long
 #   make check         format, lint, types, protocol, generated code
 #   make format        rewrite what `check` would complain about, as far as tools can
 #   make proto         regenerate kvservice/v1 from proto/
@@ -40,7 +42,7 @@ demo: setup
 
 .PHONY: test
 test: setup setup-proto
-	$(BIN)/python -m pytest -m "not matrix and not chaos and not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not matrix and not chaos and not soak and not deploy" $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: setup
@@ -77,6 +79,18 @@ check: setup setup-proto
 	$(BIN)/python .ci/proto.py lint
 	.venv-proto/bin/python .ci/proto.py compare
 
+.PHONY: setup-deploy
+setup-deploy:
+	@.ci/setup deploy
+
+.PHONY: check-deploy
+check-deploy: setup setup-deploy
+	$(BIN)/python -m pytest -m "deploy and not image" $(ARGS)
+
+.PHONY: check-image
+check-image: setup setup-deploy
+	$(BIN)/python -m pytest -m image -s $(ARGS)
+
 .PHONY: format
 format: setup
 	$(BIN)/ruff check --fix-only
@@ -88,5 +102,5 @@ proto: setup-proto
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-proto build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-proto .venv-deploy build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
