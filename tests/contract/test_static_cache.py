@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -551,6 +552,17 @@ def test_no_legacy_api(cache: StaticCache) -> None:
     """Row `No legacy API`: neither `to_legacy_cache` nor `from_legacy_cache`."""
     assert not hasattr(cache, "to_legacy_cache")
     assert not hasattr(StaticCache, "from_legacy_cache")
+
+
+def test_thread_safety(cache: StaticCache, cache_client: Client) -> None:
+    """Row `thread safety`: none is promised; a cache may be handed from thread to thread."""
+    for value in (1, 2, 3):
+        thread = threading.Thread(target=write, args=(cache, [value]))
+        thread.start()
+        thread.join()
+    assert cache.get_seq_length() == 3
+    assert slots(cache[0][0]) == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert_survives(cache, cache_client)
 
 
 def test_surface_count() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.e2e import models
-from tests.e2e.models import PAD, VOCAB
+from tests.e2e.models import CACHE, PAD, VOCAB
 
 Results = list[torch.Tensor]
 
@@ -49,11 +49,10 @@ def generate(world: World, ids: torch.Tensor, cache: Any, new: int = 12, **optio
     torch.manual_seed(0)
     out = world.model.generate(
         ids,
-        cache=cache,
         max_new_tokens=new,
         return_dict_in_generate=True,
         output_logits=True,
-        **{"do_sample": False, **options},
+        **{CACHE: cache, "do_sample": False, **options},
     )
     return [out.sequences, torch.stack(out.logits)]
 
@@ -61,7 +60,7 @@ def generate(world: World, ids: torch.Tensor, cache: Any, new: int = 12, **optio
 @torch.no_grad()
 def forward(world: World, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
     """Feed tokens by hand; return their logits."""
-    logits: torch.Tensor = world.model(ids, cache=cache, use_cache=True, **options).logits
+    logits: torch.Tensor = world.model(ids, use_cache=True, **{CACHE: cache}, **options).logits
     return logits
 
 

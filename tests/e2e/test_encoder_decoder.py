@@ -91,11 +91,11 @@ def generate(model: Any, cache: Any, **options: Any) -> Results:
     torch.manual_seed(0)
     out = tf.GenerationMixin.generate(
         model,
-        cache=cache,
         max_new_tokens=10,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
+        **{models.CACHE: cache},
         **options,
     )
     return [out.sequences, torch.stack(out.logits)]
@@ -124,16 +124,19 @@ def t5_assisted(model: Any, new_cache: NewCache) -> Results:
 def t5_deepcopy(model: Any, new_cache: NewCache) -> Results:
     """Decoding goes on from copies of both caches."""
     ids, cache = prompt(1, 8, seed=3), new_cache()
-    start = torch.full((1, 1), models.PAD)
     with torch.no_grad():
         encoded = model.encoder(ids)
-        results = [model(encoder_outputs=encoded, decoder_input_ids=start, cache=cache).logits]
+
+        def feed(token: int, cache: EncoderDecoderCache) -> torch.Tensor:
+            ids = torch.full((1, 1), token)
+            arguments = {"encoder_outputs": encoded, "decoder_input_ids": ids, models.CACHE: cache}
+            logits: torch.Tensor = model(**arguments).logits
+            return logits
+
+        results = [feed(models.PAD, cache)]
         for token in (5, 6):
             branch = copy.deepcopy(cache)
-            for step in range(3):
-                ids = torch.full((1, 1), token + step)
-                out = model(encoder_outputs=encoded, decoder_input_ids=ids, cache=branch)
-                results.append(out.logits)
+            results += [feed(token + step, branch) for step in range(3)]
     return results
 
 
