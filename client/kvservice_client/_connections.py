@@ -11,7 +11,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from kvservice.clock import Clock, SystemClock
-from kvservice.core.errors import KVServiceError, Unavailable
+from kvservice.core.errors import DeadlineExceeded, KVServiceError, Unavailable
 from kvservice.v1 import types_pb2
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._retry import Detection, Random, Retrier, RetryPolicy
@@ -101,14 +101,17 @@ class Connections:
         If it answers, the new connection replaces the old one.
 
         Returns:
-            The incarnation that answers; None if nobody does.
+            The incarnation that answers, "" if it does not say; None if nobody does.
         """
         transport = self._dial(address or self.front)
         try:
             answer = transport.call(WORKER.full_name, "PageStats", request, timeout_s=self.knock_s)
-        except KVServiceError:
+            incarnation = str(answer.workers[0].incarnation)
+        except (Unavailable, DeadlineExceeded):
             transport.close()
             return None
+        except KVServiceError:  # a refusal is an answer
+            incarnation = ""
         with self._lock:
             if self._closed:
                 transport.close()
@@ -117,7 +120,7 @@ class Connections:
             self._transports[address or self.front] = transport
             if old is not None:
                 self._replaced.append(old)
-        return str(answer.workers[0].incarnation)
+        return incarnation
 
     def ask(
         self,

@@ -190,7 +190,7 @@ class Links:
         if incarnation is None:
             return verdict
         extent.close_stream()  # that went the old way
-        return Verdict.ALIVE if incarnation == extent.incarnation else Verdict.DEAD
+        return Verdict.ALIVE if incarnation in ("", extent.incarnation) else Verdict.DEAD
 
     def _ask_manager_about(self, extent: Extent) -> Verdict:
         if self.connections.lone_worker:
