@@ -18,6 +18,7 @@ def main(redis_address: str) -> None:
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
+            "node_ip_address": "127.0.0.2",  # so that it stays on this machine
             "num_cpus": 0,
             "resources": {"kvmanager": 1, "kvworker": 2},
             "include_dashboard": False,
