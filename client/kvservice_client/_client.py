@@ -174,6 +174,13 @@ class Client:
         answer = self._connections.ask(FRONT, "ListWorkers", manager_pb2.ListWorkersRequest())
         return list(answer.workers)
 
+    def workers_expected(self) -> int:
+        """Return how many workers there should be, without those drained; 0: nobody knows."""
+        if self._connections.lone_worker:
+            return 1
+        answer = self._connections.ask(FRONT, "ListWorkers", manager_pb2.ListWorkersRequest())
+        return int(answer.expected_count)
+
     def drain_worker(self, worker_id: str, *, timeout_s: float = 300.0) -> manager_pb2.WorkerInfo:
         """Let a worker take no new sessions, and leave when those it has have ended.
 

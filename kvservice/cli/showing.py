@@ -37,12 +37,12 @@ def status(arguments: argparse.Namespace) -> int:
     try:
         with connect(str(address), timeout_s=_TIMEOUT_S, **calling(arguments)) as client:
             workers = _workers(client)
+            expected = arguments.expect_workers
+            if expected is None:
+                expected = client.workers_expected() or 1
     except KVServiceError as error:
         return _print_status(arguments, UNHEALTHY, found | {"reason": error.message})
     found["workers"] = workers
-    expected = arguments.expect_workers
-    if expected is None:
-        expected = 1 if state is None else state.options.total_workers
     num_alive = sum(worker["state"] == "WORKER_STATE_ALIVE" for worker in workers)
     if num_alive < expected:
         found["reason"] = f"{num_alive} of {expected} workers alive"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from kvservice.cli.exits import OK, Interrupted
-from kvservice.cli.showing import connect_to, find_state
+from kvservice.cli.showing import connect_to
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import format_size
 from kvservice.core.board import Alert, Board, Member, Reading, Row, json_of, make_board
@@ -53,14 +53,12 @@ def read(client: Client, clock: Clock) -> Reading:
 
 def _boards(client: Client, arguments: argparse.Namespace, clock: Clock) -> Iterator[Board]:
     """Yield a board after each interval. What goes wrong ends it only at the first."""
-    state = find_state(arguments.name) if arguments.address is None else None
-    expected = 0 if state is None else state.options.total_workers
     never = threading.Event()
     before = read(client, clock)
     while True:
         clock.wait(never, arguments.interval)
         try:
-            now = read(client, clock)
+            now, expected = read(client, clock), client.workers_expected()
         except KVServiceError as error:
             alert = Alert("KVServiceManagerDown", "", error.message)
             yield dataclasses.replace(make_board(before, None), alerts=(alert,))

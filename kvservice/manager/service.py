@@ -322,7 +322,8 @@ class PageManager:
         self, request: manager_pb2.ListWorkersRequest, caller: Caller
     ) -> manager_pb2.ListWorkersResponse:
         del request
-        infos = [convert.view_to_pb(view) for view in self.workers()]
+        found = self.membership()
+        infos = [convert.view_to_pb(view) for view in found.workers]
         if caller.role is Role.TENANT:  # how busy they are with others is nothing it may know
             infos = [
                 manager_pb2.WorkerInfo(
@@ -334,7 +335,7 @@ class PageManager:
                 )
                 for info in infos
             ]
-        return manager_pb2.ListWorkersResponse(workers=infos)
+        return manager_pb2.ListWorkersResponse(workers=infos, expected_count=found.expected)
 
     def workers(self) -> list[WorkerView]:
         """Return what the manager knows of its workers."""

@@ -26,35 +26,35 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvservice.v1 import types_pb2 as kvservice_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvservice/v1/manager.proto\x12\x0ckvservice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18kvservice/v1/types.proto\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvservice.v1.WorkerInfo\"\xd9\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x03\x12\x12\n\nfree_bytes\x18\x06 \x01(\x03\x12\x15\n\rsession_count\x18\x07 \x01(\x03\x12(\n\x05state\x18\x08 \x01(\x0e\x32\x19.kvservice.v1.WorkerState\x12\x17\n\x0fmetrics_address\x18\t \x01(\t\"S\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x13\x44rainWorkerResponse\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.WorkerInfo\";\n\x12MoveSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"=\n\x13MoveSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvservice.v1.Session\"X\n\rSessionReport\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12&\n\x07session\x18\x02 \x01(\x0b\x32\x15.kvservice.v1.Session\x12\x0f\n\x07\x65xpired\x18\x03 \x01(\x08\"\xc8\x01\n\x10HeartbeatRequest\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.WorkerInfo\x12-\n\x08sessions\x18\x02 \x03(\x0b\x32\x1b.kvservice.v1.SessionReport\x12\x33\n\x0e\x65nded_sessions\x18\x03 \x03(\x0b\x32\x1b.kvservice.v1.SessionReport\x12\x15\n\rknown_manager\x18\x04 \x01(\t\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\"Z\n\x11HeartbeatResponse\x12\x1b\n\x13manager_incarnation\x18\x01 \x01(\t\x12(\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_ALIVE\x10\x01\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x02\x12\x15\n\x11WORKER_STATE_DEAD\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x32\xc8\t\n\x12PageManagerService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12\x43\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1c.kvservice.v1.AppendResponse\x12:\n\x03Pop\x12\x18.kvservice.v1.PopRequest\x1a\x19.kvservice.v1.PopResponse\x12@\n\x05Reset\x12\x1a.kvservice.v1.ResetRequest\x1a\x1b.kvservice.v1.ResetResponse\x12\x43\n\x06Select\x12\x1b.kvservice.v1.SelectRequest\x1a\x1c.kvservice.v1.SelectResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x06\x41ttach\x12\x1b.kvservice.v1.AttachRequest\x1a\x1c.kvservice.v1.AttachResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12O\n\nRenewLease\x12\x1f.kvservice.v1.RenewLeaseRequest\x1a .kvservice.v1.RenewLeaseResponse\x12O\n\nGetSession\x12\x1f.kvservice.v1.GetSessionRequest\x1a .kvservice.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvservice.v1.ListSessionsRequest\x1a\".kvservice.v1.ListSessionsResponse\x12L\n\tPageStats\x12\x1e.kvservice.v1.PageStatsRequest\x1a\x1f.kvservice.v1.PageStatsResponse\x12R\n\x0bListWorkers\x12 .kvservice.v1.ListWorkersRequest\x1a!.kvservice.v1.ListWorkersResponse\x12R\n\x0b\x44rainWorker\x12 .kvservice.v1.DrainWorkerRequest\x1a!.kvservice.v1.DrainWorkerResponse\x12R\n\x0bMoveSession\x12 .kvservice.v1.MoveSessionRequest\x1a!.kvservice.v1.MoveSessionResponse\x12P\n\tHeartbeat\x12\x1e.kvservice.v1.HeartbeatRequest\x1a\x1f.kvservice.v1.HeartbeatResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvservice/v1/manager.proto\x12\x0ckvservice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18kvservice/v1/types.proto\"\x14\n\x12ListWorkersRequest\"X\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvservice.v1.WorkerInfo\x12\x16\n\x0e\x65xpected_count\x18\x02 \x01(\x05\"\xd9\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x03\x12\x12\n\nfree_bytes\x18\x06 \x01(\x03\x12\x15\n\rsession_count\x18\x07 \x01(\x03\x12(\n\x05state\x18\x08 \x01(\x0e\x32\x19.kvservice.v1.WorkerState\x12\x17\n\x0fmetrics_address\x18\t \x01(\t\"S\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x13\x44rainWorkerResponse\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.WorkerInfo\";\n\x12MoveSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"=\n\x13MoveSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvservice.v1.Session\"X\n\rSessionReport\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12&\n\x07session\x18\x02 \x01(\x0b\x32\x15.kvservice.v1.Session\x12\x0f\n\x07\x65xpired\x18\x03 \x01(\x08\"\xc8\x01\n\x10HeartbeatRequest\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.WorkerInfo\x12-\n\x08sessions\x18\x02 \x03(\x0b\x32\x1b.kvservice.v1.SessionReport\x12\x33\n\x0e\x65nded_sessions\x18\x03 \x03(\x0b\x32\x1b.kvservice.v1.SessionReport\x12\x15\n\rknown_manager\x18\x04 \x01(\t\x12\x0f\n\x07leaving\x18\x05 \x01(\x08\"Z\n\x11HeartbeatResponse\x12\x1b\n\x13manager_incarnation\x18\x01 \x01(\t\x12(\n\x05\x64rain\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_ALIVE\x10\x01\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x02\x12\x15\n\x11WORKER_STATE_DEAD\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x32\xc8\t\n\x12PageManagerService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12\x43\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1c.kvservice.v1.AppendResponse\x12:\n\x03Pop\x12\x18.kvservice.v1.PopRequest\x1a\x19.kvservice.v1.PopResponse\x12@\n\x05Reset\x12\x1a.kvservice.v1.ResetRequest\x1a\x1b.kvservice.v1.ResetResponse\x12\x43\n\x06Select\x12\x1b.kvservice.v1.SelectRequest\x1a\x1c.kvservice.v1.SelectResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x06\x41ttach\x12\x1b.kvservice.v1.AttachRequest\x1a\x1c.kvservice.v1.AttachResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12O\n\nRenewLease\x12\x1f.kvservice.v1.RenewLeaseRequest\x1a .kvservice.v1.RenewLeaseResponse\x12O\n\nGetSession\x12\x1f.kvservice.v1.GetSessionRequest\x1a .kvservice.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvservice.v1.ListSessionsRequest\x1a\".kvservice.v1.ListSessionsResponse\x12L\n\tPageStats\x12\x1e.kvservice.v1.PageStatsRequest\x1a\x1f.kvservice.v1.PageStatsResponse\x12R\n\x0bListWorkers\x12 .kvservice.v1.ListWorkersRequest\x1a!.kvservice.v1.ListWorkersResponse\x12R\n\x0b\x44rainWorker\x12 .kvservice.v1.DrainWorkerRequest\x1a!.kvservice.v1.DrainWorkerResponse\x12R\n\x0bMoveSession\x12 .kvservice.v1.MoveSessionRequest\x1a!.kvservice.v1.MoveSessionResponse\x12P\n\tHeartbeat\x12\x1e.kvservice.v1.HeartbeatRequest\x1a\x1f.kvservice.v1.HeartbeatResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.manager_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1070
-  _globals['_WORKERSTATE']._serialized_end=1213
+  _globals['_WORKERSTATE']._serialized_start=1094
+  _globals['_WORKERSTATE']._serialized_end=1237
   _globals['_LISTWORKERSREQUEST']._serialized_start=102
   _globals['_LISTWORKERSREQUEST']._serialized_end=122
   _globals['_LISTWORKERSRESPONSE']._serialized_start=124
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=188
-  _globals['_WORKERINFO']._serialized_start=191
-  _globals['_WORKERINFO']._serialized_end=408
-  _globals['_DRAINWORKERREQUEST']._serialized_start=410
-  _globals['_DRAINWORKERREQUEST']._serialized_end=493
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=495
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=558
-  _globals['_MOVESESSIONREQUEST']._serialized_start=560
-  _globals['_MOVESESSIONREQUEST']._serialized_end=619
-  _globals['_MOVESESSIONRESPONSE']._serialized_start=621
-  _globals['_MOVESESSIONRESPONSE']._serialized_end=682
-  _globals['_SESSIONREPORT']._serialized_start=684
-  _globals['_SESSIONREPORT']._serialized_end=772
-  _globals['_HEARTBEATREQUEST']._serialized_start=775
-  _globals['_HEARTBEATREQUEST']._serialized_end=975
-  _globals['_HEARTBEATRESPONSE']._serialized_start=977
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1067
-  _globals['_PAGEMANAGERSERVICE']._serialized_start=1216
-  _globals['_PAGEMANAGERSERVICE']._serialized_end=2440
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=212
+  _globals['_WORKERINFO']._serialized_start=215
+  _globals['_WORKERINFO']._serialized_end=432
+  _globals['_DRAINWORKERREQUEST']._serialized_start=434
+  _globals['_DRAINWORKERREQUEST']._serialized_end=517
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=519
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=582
+  _globals['_MOVESESSIONREQUEST']._serialized_start=584
+  _globals['_MOVESESSIONREQUEST']._serialized_end=643
+  _globals['_MOVESESSIONRESPONSE']._serialized_start=645
+  _globals['_MOVESESSIONRESPONSE']._serialized_end=706
+  _globals['_SESSIONREPORT']._serialized_start=708
+  _globals['_SESSIONREPORT']._serialized_end=796
+  _globals['_HEARTBEATREQUEST']._serialized_start=799
+  _globals['_HEARTBEATREQUEST']._serialized_end=999
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1001
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1091
+  _globals['_PAGEMANAGERSERVICE']._serialized_start=1240
+  _globals['_PAGEMANAGERSERVICE']._serialized_end=2464
 # @@protoc_insertion_point(module_scope)

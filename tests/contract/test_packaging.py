@@ -122,7 +122,9 @@ def test_wheel_requires_only_the_thin_client(wheel: zipfile.ZipFile) -> None:
     assert plain == {
         "grpcio", "grpcio-status", "googleapis-common-protos", "protobuf", "numpy",
     }  # fmt: skip
-    assert set(metadata.get_all("Provides-Extra") or []) == {"hf", "server", "jax", "demo", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        *("hf", "server", "jax", "tracing", "demo", "dev")
+    }
     assert not any("smollm" in line or line.startswith("gguf") for line in required)
     assert metadata["License-Expression"] == "Apache-2.0"
 

@@ -125,6 +125,7 @@ def test_drained_worker_takes_nothing_new_and_leaves_with_its_last_session(
     workers[name].wait()
     workers[name].stop(0.1)
     assert list(service.states()) == [other]
+    assert client.workers_expected() == 1
     found = scrape(str(service.manager.metrics_address))
     assert found["kvservice_workers_expected"] == 1
     assert found['kvservice_workers{state="alive"}'] == 1
