@@ -126,6 +126,8 @@ class ServerLimits:
         queued_calls: Calls that may wait for a thread.
         max_connections: Connections at the same time.
         idle_stream_s: A stream without a call for so long is closed; clients open another.
+        answer_s: A stream whose peer takes longer to take an answer is closed; a lane, after
+            `idle_stream_s`.
         default_deadline_s: For calls that state none, streams of Attend and Heartbeat excepted.
         ping_interval_s: Clients may send a keepalive ping so often.
     """
@@ -138,6 +140,7 @@ class ServerLimits:
     queued_calls: int = 128
     max_connections: int = 1024
     idle_stream_s: float = 300.0
+    answer_s: float = 60.0
     default_deadline_s: float = 60.0
     ping_interval_s: float = 1.0
 

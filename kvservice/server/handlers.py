@@ -215,6 +215,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                         began = self._clock.monotonic()
                         result, code = serve(call, rpc)
                         method.recorder.answered(code, self._clock.monotonic() - began)
+                        # A peer that does not take its answer holds a thread: not for ever.
+                        stream.ends_at = self._clock.monotonic() + self._limits.answer_s
                         for frame in frames(result, self._limits.fragment_bytes):
                             rpc.sent()
                             yield frame
