@@ -114,19 +114,31 @@ def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
     """Return what is missing of a session of which these are the parts; None if nothing is.
 
     What lies between extents is missing, and what should follow the last of them: each worker
-    knows on which other one the session goes on.
+    knows on which other one the session goes on. Where nobody holds anything, it may be that all
+    is missing.
     """
     newest = in_order(_newest(infos))
     gap = find_gap([info.extents[0] for info in newest])
     if gap is not None:
         return Loss(gap, "")
     holding = [info.extents[0] for info in newest if not is_empty(info.extents[0])]
-    if not holding or not holding[-1].followed_by:
-        return None
+    if not holding:
+        return None if _may_be_all(newest) else Loss(0, "")
     follower = holding[-1].followed_by
-    if any(info.extents[0].incarnation == follower for info in infos):
+    if not follower or any(info.extents[0].incarnation == follower for info in infos):
         return None
     return Loss(min(holding[-1].stops), follower)
+
+
+def _may_be_all(empty: Sequence[SessionInfo]) -> bool:
+    """Whether parts that hold nothing can be all of a session: one begins at 0, or there are as
+    many as it was opened with. Others may have been opened, or emptied, behind tokens."""
+    if not empty:
+        return True
+    begins_at_zero = any(
+        one.starts and not any(one.starts) for one in (info.extents[0] for info in empty)
+    )
+    return begins_at_zero or len(empty) >= max(2, empty[0].spec.spread)
 
 
 def current(infos: Sequence[SessionInfo]) -> list[SessionInfo]:

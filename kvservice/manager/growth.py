@@ -10,15 +10,18 @@ from kvservice.core.directory import SessionKey, WorkerState
 from kvservice.core.errors import (
     AlreadyExists,
     CapacityError,
+    Conflict,
     DeadlineExceeded,
     Draining,
     InvalidRequest,
     KVServiceError,
     OutOfPages,
+    PagesLost,
     QuotaExceeded,
     Unavailable,
+    WorkerLost,
 )
-from kvservice.core.extents import is_empty, merge_sessions
+from kvservice.core.extents import is_empty, merge_sessions, row_lengths
 from kvservice.core.session import SessionInfo, SessionSpec
 from kvservice.manager.routes import Part, Routes, copy_of
 from kvservice.v1 import types_pb2
@@ -37,7 +40,13 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
     holders = routes.holders(key)
     if holders:
         _check_repeat(routes, holders, request, caller)
-        return routes.parts(key, caller)
+        try:
+            return routes.parts(key, caller)
+        except PagesLost as error:
+            # It may as well have been opened in part only, with nothing there to be lost.
+            raise WorkerLost(
+                "not all workers of the session can be had: open another one", retry_delay_s=1.0
+            ) from error
     placed: list[Part] = []
     failures: list[KVServiceError] = []
     for worker_id in routes.ranked():
@@ -70,8 +79,11 @@ def grow(
         OutOfPages: No worker has room. Nothing has changed.
         SessionNotFound, StaleEpoch, Conflict, PositionOutOfRange, PagesLost.
     """
-    parts = routes.parts(key, caller)
+    # An empty session's holder knows that it is empty.
+    keep_at_most = None if any(request.expected_lengths) else 0
+    parts = routes.parts(key, caller, keep_at_most=keep_at_most)
     merge_sessions([part.info for part in parts])
+    _check_lengths(parts, request)
     try:
         grown = _promise(routes, parts[-1], request, caller)
     except OutOfPages:
@@ -84,6 +96,17 @@ def grow(
     # Explicitly in this order: an extent without a start is not told from a closed one.
     extents = tuple(part.info.extents[0] for part in now)
     return replace(merge_sessions([part.info for part in now]), extents=extents)
+
+
+def _check_lengths(parts: Sequence[Part], request: types_pb2.AppendRequest) -> None:
+    """Refuse to grow a session of which more is stored, or less found, than its holder says."""
+    expected = tuple(request.expected_lengths)
+    stored = row_lengths([part.info.extents[0] for part in parts])
+    if (stored or (0,) * len(expected)) != expected:
+        raise Conflict(
+            f"expected_lengths are {list(expected)}, stored are {list(stored)}",
+            lengths=",".join(map(str, stored)),
+        )
 
 
 def _announce(

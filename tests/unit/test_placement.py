@@ -149,6 +149,15 @@ def test_what_should_follow_the_last_tokens_is_missed() -> None:
     assert find_loss([]) is None
 
 
+def test_parts_that_hold_nothing_are_not_taken_for_a_whole() -> None:
+    """A worker that was opened, or emptied, behind tokens does not know that there are any."""
+    assert find_loss([part("a", (0, 0), [])]) is None
+    assert find_loss([part("a", (0,), []), part("b", (), [])]) is None
+    assert find_loss([part("b", (), [])]) == Loss(0, "")
+    assert find_loss([part("b", (16,), [])]) == Loss(0, "")
+    assert find_loss([part("a", (), []), part("b", (), [])]) is None, "nothing is stored yet"
+
+
 def test_a_follower_may_hold_nothing_yet() -> None:
     """It has been opened, or emptied, and the next tokens go there."""
     first = part("a", (0,), [(20,)], followed_by="B")
@@ -166,7 +175,8 @@ def test_what_the_session_has_left_behind() -> None:
     assert current([before, followed]) == [before, followed], "the change is half done"
     assert find_loss([before, followed]) is None
     emptied = part("b", (), [], epoch=3)
-    assert current([part("a", (0,), [(20,)], followed_by="B"), emptied]) == [emptied]
+    both = [part("a", (0,), [(20,)], followed_by="B"), emptied]
+    assert current(both) == both, "it may have been emptied behind tokens"
     later = part("b", (20,), [(25,)], epoch=2)
     first = part("a", (0,), [(20,)], epoch=1)
     assert current([first, later]) == [first, later], "no whole by itself"
