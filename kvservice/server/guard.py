@@ -98,12 +98,12 @@ class Guard:
         quota_of: QuotaOf = unlimited,
     ) -> None:
         self._name = name
+        self._audience = digest_of(name)
         self._clock = clock
         self._keys = keys
         self._tokens = tokens
         self._name_of = name_of
-        self._remembered: dict[bytes, Claims] = {}
-        self._remembered_of: Keyring | None = None
+        self._remembered: tuple[Keyring | None, dict[bytes, Claims]] = (None, {})
         self.calls = CallCounts(quota_of)
 
     def rules(self, descriptor: ServiceDescriptor) -> Mapping[str, Rule]:
@@ -226,7 +226,7 @@ class Guard:
         claims = self._claims(capability)
         if claims.kind is not Kind.SESSION:
             raise Unauthenticated("not the capability of a session")
-        if not claims.is_for(self._name):
+        if claims.audience != self._audience:
             raise StaleWorker(
                 "another incarnation of this worker answers: what the old one held is gone",
                 incarnation=self._name,
@@ -270,14 +270,15 @@ class Guard:
         if self._keys is None:
             raise Unauthenticated("this server takes no capabilities")
         keys = self._keys()
-        if keys is not self._remembered_of:  # a key may be gone: nothing it signed holds any more
-            self._remembered, self._remembered_of = {}, keys
-        claims = self._remembered.get(capability)
+        of, remembered = self._remembered
+        # A key may be gone: nothing it has signed holds any more. Both change as one, so that no
+        # other thread remembers for the new keys what it has verified by the old ones.
+        if keys is not of or len(remembered) >= _REMEMBERED:
+            remembered = {}
+            self._remembered = (keys, remembered)
+        claims = remembered.get(capability)
         if claims is None:
-            claims = keys.verify(capability)
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered = {}
-            self._remembered[capability] = claims
+            claims = remembered[capability] = keys.verify(capability)
         return claims
 
     # -- what it gives
@@ -300,7 +301,7 @@ class Guard:
                 caller=caller,
                 session_id=session_id,
                 rights=rights,
-                audience=digest_of(self._name),
+                audience=self._audience,
                 issued_at=now,
                 ends_at=now + max(MIN_LIFE_S, ttl_s),
             )
