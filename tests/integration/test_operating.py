@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +25,11 @@ from kvservice.core import errors
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
 from kvservice.v1 import manager_pb2
+from kvservice.wire.names import WORKER
 from kvservice_client import Client, Session, connect
 from tests.processes import running_service
-from tests.serving import scrape, until
+from tests.securing import Folder, secured
+from tests.serving import scrape, until, worker_peer
 
 LIMITS = ServerLimits(max_streams=8, unary_threads=4)
 
@@ -182,3 +192,95 @@ def test_drain_command_waits_for_the_process_to_go(capsys: pytest.CaptureFixture
 
 def held(client: Client) -> list[str]:
     return [stats.worker_id for stats in client.page_stats() if stats.num_sessions]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_commands_are_for_whom_their_calls_are(
+    folder: Folder, capsys: pytest.CaptureFixture[str], leaves_nothing: None
+) -> None:
+    """Tenants see their own sessions, operators all; only operators drain."""
+    with secured(folder, folder.tls(token_file=folder.name("tokens"))) as service:
+        tls = folder.client_tls()
+        owned = [service.connect(name, tls=tls).open(num_rows=1) for name in ("alice", "bob")]
+
+        def command(tenant: str, *arguments: str) -> int:
+            token = folder.path / f"{tenant}.token"
+            token.write_text(folder.tokens[tenant])
+            token.chmod(0o600)
+            secure = ("--token-file", str(token), "--tls-ca", folder.name("ca.pem"))
+            return main([*arguments, "--address", service.manager.address, *secure])
+
+        def listed(tenant: str) -> set[str]:
+            assert command(tenant, "sessions", "--json") == 0
+            found = json.loads(capsys.readouterr().out)["sessions"]
+            return {session["sessionId"] for session in found}
+
+        assert listed("alice") == {owned[0].id}
+        assert listed("bob") == {owned[1].id}
+        assert listed("olga") == {session.id for session in owned}
+        assert command("alice", "drain", "w0") == 1
+        assert "operator" in capsys.readouterr().err
+        assert command("prometheus", "top", "--once", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["total"]["sessions"] == 2
+        assert command("olga", "doctor", "--json") in (0, 1)
+        findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+        assert "certificate holds for 2 days" in findings["TLS"]["found"]
+        assert findings["TLS"]["outcome"] == "warning"
+        for session in owned:
+            session.release()
+
+
+def test_callers_who_are_turned_away_are_counted(folder: Folder, leaves_nothing: None) -> None:
+    """By why: one call without a token, one with a wrong one, two that may not."""
+    with secured(folder, metrics_port=0) as service:
+        [worker] = service.workers
+        method = f"/{WORKER.full_name}/PageStats"
+        for token, error in (
+            (None, errors.Unauthenticated),
+            ("not-a-token-at-all-0123", errors.Unauthenticated),
+            (folder.tokens["alice"], errors.PermissionDenied),
+            (folder.tokens["bob"], errors.PermissionDenied),
+        ):
+            with worker_peer(worker.address) as peer:
+                if token is not None:
+                    peer.metadata = (("authorization", f"Bearer {token}"),)
+                with pytest.raises(error):
+                    peer.raw(method, b"")
+        found = scrape(str(worker.metrics_address))
+        counts = {
+            reason: found[f'kvservice_auth_failures_total{{reason="{reason}"}}']
+            for reason in ("missing", "invalid", "expired", "forbidden")
+        }
+        assert counts == {"missing": 1, "invalid": 1, "expired": 0, "forbidden": 2}
+
+
+def test_live_view_is_drawn_on_a_terminal(service: Service) -> None:
+    """Workers, bars and alerts, drawn again and again; Ctrl-C ends it, and is no failure."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+    command = [sys.executable, "-m", "kvservice", "top", "--interval", "0.2"]
+    with subprocess.Popen(
+        [*command, "--address", service.manager.address],
+        stdin=theirs,
+        stdout=theirs,
+        env=os.environ | {"TERM": "xterm-256color"},
+    ) as run:
+        os.close(theirs)
+        drawn = b""
+        while drawn.count(b"w1") < 3:
+            drawn += os.read(ours, 65536)
+        run.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end has gone
+            while rest := os.read(ours, 65536):
+                drawn += rest
+        assert run.wait(timeout=30) == 0
+    os.close(ours)
+    text = drawn.decode()
+    assert "kvservice" in text
+    assert "alive" in text
+    assert "░" in text
+    assert "Ctrl-C" in text
