@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvservice.core.directory import Directory, SessionKey, WorkerRecord, WorkerState
-from kvservice.core.errors import StaleWorker
+from kvservice.core.errors import StaleWorker, WorkerNotFound
 
 A: SessionKey = ("tenant", "a")
 B: SessionKey = ("tenant", "b")
@@ -231,3 +231,47 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectoryMachine = DirectoryMachine.TestCase
 TestDirectoryMachine.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+def test_restarts_are_counted(directory: Directory) -> None:
+    """Another incarnation counts, and the same one that comes back does not."""
+
+    def restarts() -> dict[str, int]:
+        return {view.record.worker_id: view.restarts for view in directory.workers(1.0)}
+
+    assert restarts() == {"w0": 0, "w1": 0}
+    directory.register(record("w0", "i1"), [], 1.0)
+    directory.register(record("w0", "i1"), [], 1.0)
+    directory.register(record("w0", "i2"), [], 1.0)
+    assert restarts() == {"w0": 2, "w1": 0}
+
+
+def test_drained_worker_is_listed_until_it_leaves(directory: Directory) -> None:
+    """Draining at once, and also after its connection broke; then gone, and with it what it had."""
+    assert directory.leave_by("w0") is None
+    directory.drain("w0", 9.0)
+    assert state(directory, "w0", 1.0) is WorkerState.DRAINING
+    directory.register(record("w0"), held(A), 1.5)
+    assert directory.leave_by("w0") == 9.0
+    assert directory.holders(A) == ["w1", "w0"]
+    assert directory.num_left == 0
+    directory.leave("w0", "another-life", 2.0)
+    assert state(directory, "w0", 2.0) is WorkerState.DRAINING
+    directory.leave("w0", "i0", 2.0)
+    assert [view.record.worker_id for view in directory.workers(2.0)] == ["w1"]
+    assert directory.holders(A) == ["w1"]
+    assert directory.num_left == 1
+    directory.check()
+    with pytest.raises(StaleWorker):
+        directory.register(record("w0"), held(A), 3.0)
+    directory.register(record("w0", "i1"), [], 3.0)
+    assert directory.num_left == 0
+    assert directory.leave_by("w0") is None
+
+
+def test_only_workers_that_are_there_are_drained(directory: Directory) -> None:
+    """Neither one that never was, nor one that is known to be gone."""
+    directory.bury("w1", "i0", 1.0)
+    for worker_id in ("w1", "w9"):
+        with pytest.raises(WorkerNotFound):
+            directory.drain(worker_id, 9.0)
