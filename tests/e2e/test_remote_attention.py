@@ -441,3 +441,27 @@ def test_a_lost_worker(dead: int) -> None:
         logits = forward(world, ids[:, first:], cache)
         assert_close(logits, forward(world, ids, DynamicCache())[:, first:])
         backend.restart(index)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_restarted_decoder_after_a_loss(dead: int) -> None:
+    """It attaches to what is left, is told what is gone, and goes on from what still holds."""
+    model = remote_model("llama")
+    with embedded_backend(num_workers=2) as backend:
+        client = backend.connect()
+        cache = RemoteCache(client, model.config, mode="attend", spread=2, page_size=4)
+        world = World("llama", model, lambda: cache)
+        ids = prompt(1, 16)
+        forward(world, ids[:, :13], cache)
+        extent = cache._shared.opened()._mirror.extents[dead]
+        first = 0 if dead == 0 else extent.starts[0]
+        index = backend.index_of(extent.worker_id)
+        backend.kill(index)
+        backend.bury(index)
+        heir = RemoteCache.attach(cache.detach(), client=client, config=model.config, mode="attend")
+        with pytest.raises(PagesLost):
+            forward(world, ids[:, heir.get_seq_length() :], heir)
+        assert heir.rollback() == heir.get_seq_length() == first
+        logits = forward(world, ids[:, first:], heir)
+        assert_close(logits, forward(world, ids, DynamicCache())[:, first:])
+        backend.restart(index)
