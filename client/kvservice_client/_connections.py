@@ -36,7 +36,7 @@ class ClientConfig:
     """
 
     timeout_s: float = 30.0
-    detection_s: float = 4.0
+    detection_s: float = 3.5
     silence_s: float = 3.0
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
