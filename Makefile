@@ -4,6 +4,7 @@
 #   make test          all tests but those of the other targets; ARGS="-k name" is handed to pytest
 #   make test-matrix   every model family and decoding strategy
 #   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
+#   make simulate      2,000 seeds of a simulated service; ARGS="--seed N" replays one
 #   make soak          open and close 20,000 sessions, and look for leaks
 #   make gpu-check     on a machine with a GPU: kernels, a worker, bandwidth, the demo
 #   make fuzz          random bytes at every door, for ten minutes; FUZZ_SECONDS=60 for one
@@ -52,6 +53,10 @@ test-matrix: setup
 chaos: setup
 	KVSERVICE_CHAOS_RESULTS=tests/chaos/RESULTS.md \
 	  $(BIN)/python -m pytest tests/chaos -m "not soak" $(ARGS)
+
+.PHONY: simulate
+simulate: setup
+	$(BIN)/python -m tests.simulation $(ARGS)
 
 .PHONY: soak
 soak: setup

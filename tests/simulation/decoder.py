@@ -1,0 +1,463 @@
+"""A decoder, and what it must get: every answer is compared with plain arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.core.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    InternalError,
+    KVServiceError,
+    PagesLost,
+    SessionNotFound,
+    StaleEpoch,
+    Unavailable,
+)
+from kvservice.core.geometry import DType, LayerGeometry
+from kvservice_client import Session
+from tests.simulation.world import TTL_S, SimClient
+
+DIM = 2
+MAX_LENGTH = 24
+UNKNOWN = (Unavailable, DeadlineExceeded, InternalError)
+
+Array = npt.NDArray[np.float32]
+T = TypeVar("T")
+
+
+class Replaced(Exception):
+    """Somebody else has the session: this decoder is of no more use."""
+
+
+class WrongTokens(AssertionError):
+    """What was read or attended to is not what was stored."""
+
+
+@dataclass
+class State:
+    """What a session may hold: by layer and row, keys and values [tokens, 2 * DIM]."""
+
+    layers: list[list[Array]]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.layers[0])
+
+    def lengths(self, layer: int = 0) -> tuple[int, ...]:
+        return tuple(len(row) for row in self.layers[layer])
+
+    def cut(self, keep: tuple[int, ...]) -> State:
+        return State([[row[:n] for row, n in zip(rows, keep, strict=True)] for rows in self.layers])
+
+    def select(self, rows: list[int]) -> State:
+        return State([[layer[row] for row in rows] for layer in self.layers])
+
+    def appended(self, layer: int, tokens: Array) -> State:
+        """Return it with tokens [rows, tokens, 2 * DIM] at the end of a layer."""
+        layers = list(self.layers)
+        layers[layer] = [
+            np.concatenate([row, new]) for row, new in zip(layers[layer], tokens, strict=True)
+        ]
+        return State(layers)
+
+
+def empty(num_layers: int, num_rows: int) -> State:
+    return State([[np.zeros((0, 2 * DIM), np.float32)] * num_rows for _ in range(num_layers)])
+
+
+@dataclass
+class Story:
+    """What survives a decoder's process: its session's id, and what that may hold."""
+
+    session_id: str
+    candidates: list[State]
+    num_layers: int
+    errors: list[str] = field(default_factory=list)
+
+
+class Decoder:
+    """Makes `num_ops` random operations on one session, and deals with every error."""
+
+    def __init__(
+        self,
+        process: SimClient,
+        *,
+        num_layers: int,
+        num_ops: int,
+        story: Story | None = None,
+        on_done: Callable[[], None],
+        may_fail: Callable[[], bool],
+    ) -> None:
+        self.process = process
+        self.loop = process.loop
+        self.rng = process.loop.rng
+        self.num_layers = num_layers
+        self.num_ops = num_ops
+        self.story = story or Story("", [], num_layers)
+        self.session: Session | None = None
+        self.state = empty(num_layers, 1)
+        self.kept: list[Session] = []  # so that no finalizer runs at a time of its own
+        self.replaced = False  # by another decoder, which goes on with the session
+        self._on_done = on_done
+        self._may_fail = may_fail
+
+    @property
+    def holds_session(self) -> bool:
+        return self.session is not None
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Replaced:
+            self._leave()
+        else:
+            if not self.replaced:  # while it was giving its sessions back
+                self._on_done()
+
+    def _run(self) -> None:
+        if self.story.session_id:
+            self._take_over()
+        else:
+            self._open(self.rng.randint(1, 2))
+        while self.num_ops > 0:
+            self.num_ops -= 1
+            operation = self.rng.choices(
+                [self.step, self.pop, self.select, self.fork, self.read, self.reset, self.idle],
+                [10, 2, 2, 1, 2, 0.5, 1],
+            )[0]
+            self.loop.note(self.process.name, operation.__name__)
+            operation()
+            self._think()
+        self.read()
+        if self.replaced:
+            raise Replaced
+        self._end()
+
+    # -- operations
+
+    def step(self) -> None:
+        """One forward pass over all layers; at a failure it is repeated or rolled back."""
+        lengths = self.state.lengths()
+        count = self.rng.choice([1, 1, 1, 2, 3, 7])
+        if max(lengths) + count > MAX_LENGTH:
+            return self.pop()
+        before = self.state
+        for layer in range(self.num_layers):
+            tokens = self._fresh(count)
+            after = self.state.appended(layer, tokens)
+            self.story.candidates = [before, self.state, after]
+            if not self._attend(layer, tokens, after):
+                return None
+            self.state = after
+            self.story.candidates = [before, after]
+            if self.rng.random() < 0.2:
+                self._think()
+        self.story.candidates = [self.state]
+        if self.rng.random() < 0.2:
+            self._query()
+        return None
+
+    def _attend(self, layer: int, tokens: Array, after: State) -> bool:
+        """Append to one layer; return False if the step was given up."""
+        session = self._session()
+        before = session.lengths(layer)
+        k, v = tokens[:, None, :, :DIM], tokens[:, None, :, DIM:]
+        q = np.zeros_like(k)
+        for _ in range(50):
+            try:
+                out = session.attend(layer, q, k, v, pos=before)
+            except CapacityError:
+                self._resolve()
+                self._make_room()
+                return False
+            except UNKNOWN as error:
+                self._note(error)
+                self.loop.sleep(self.process, self.rng.uniform(0.0, 0.5))
+                if self.rng.random() < 0.3:
+                    self._resolve()
+                    return False
+            except (PagesLost, StaleEpoch, SessionNotFound) as error:
+                self._note(error)
+                self._resolve()
+                return False
+            else:
+                self._compare(out, after, layer, tokens.shape[1])
+                return True
+        raise AssertionError("a call fails for ever")
+
+    def _query(self) -> None:
+        """Attend without new tokens."""
+        session = self._session()
+        rows = self.state.num_rows
+        q = np.zeros((rows, 1, 1, DIM), np.float32)
+        layer = self.rng.randrange(self.num_layers)
+        if not min(self.state.lengths()):
+            return
+        out = self._try(lambda: session.attend(layer, q))
+        if out is not None:
+            self._compare(out, self.state, layer, 1)
+
+    def pop(self) -> None:
+        keep = tuple(self.rng.randint(0, length) for length in self.state.lengths())
+        if self.rng.random() < 0.5:
+            keep = tuple(max(0, length - 2) for length in self.state.lengths())
+        self._change(lambda session: session.pop(keep=keep), self.state.cut(keep))
+
+    def select(self) -> None:
+        rows = [self.rng.randrange(self.state.num_rows) for _ in range(self.rng.randint(1, 3))]
+        self._change(lambda session: session.select(rows), self.state.select(rows))
+
+    def reset(self) -> None:
+        nothing = empty(self.num_layers, self.state.num_rows)
+        self._change(lambda session: session.reset(), nothing)
+
+    def fork(self) -> None:
+        """Go on with a child, or look at it and give it up."""
+        session = self._session()
+        shortest = min(self.state.lengths())
+        count = self.rng.randint(1, shortest) if shortest and self.rng.random() < 0.5 else None
+        child = self._try(lambda: session.fork(count))
+        if child is None:
+            return
+        keep = self.state.lengths() if count is None else (count,) * self.state.num_rows
+        self.kept.append(child)
+        forked = self.state.cut(keep)
+        if self.rng.random() < 0.5:
+            self._try(session.release)
+            self.session, self.state = child, forked
+            self.story.session_id, self.story.candidates = child.id, [forked]
+        else:
+            stored = self._try(lambda: self._stored(child))
+            if stored is not None and not _same(stored, forked):
+                raise WrongTokens("a fork is not its parent")
+            self._try(child.release)
+
+    def read(self) -> None:
+        session = self._session()
+        stored = self._try(lambda: self._stored(session))
+        if stored is not None and not _same(stored, self.state):
+            raise WrongTokens("what is read is not what was stored")
+
+    def idle(self) -> None:
+        self.loop.sleep(self.process, self.rng.choice([0.5, 2.0, TTL_S + 2.0]))
+
+    def _think(self) -> None:
+        """Take time, so that what happens to others happens meanwhile."""
+        self.loop.sleep(self.process, self.rng.choice([0.0, 0.05, 0.3, 0.8]))
+
+    # -- after errors
+
+    def _change(self, change: Callable[[Session], None], after: State) -> None:
+        self.story.candidates = [self.state, after]
+        try:
+            change(self._session())
+        except (CapacityError, *UNKNOWN, PagesLost, StaleEpoch, SessionNotFound) as error:
+            self._note(error)
+            self._resolve()
+        else:
+            self.state = after
+            self.story.candidates = [after]
+
+    def _try(self, call: Callable[[], T]) -> T | None:
+        """Make a call that changes nothing here; after an error find out where things stand."""
+        try:
+            return call()
+        except CapacityError:
+            return None
+        except (*UNKNOWN, PagesLost, StaleEpoch, SessionNotFound) as error:
+            self._note(error)
+            self._resolve()
+            return None
+
+    def _resolve(self) -> None:
+        """Find out which of the candidates the session holds, or how much of one is left."""
+        lost = False
+        for _ in range(100):
+            session = self._session()
+            try:
+                lengths = self._rolled_back(session)
+                stored = self._stored(session)
+            except UNKNOWN as error:
+                self._note(error)
+                self.loop.sleep(self.process, self.rng.uniform(0.1, 1.0))
+            except PagesLost as error:
+                self._note(error)
+                lost = True
+            except (StaleEpoch, SessionNotFound) as error:
+                self._note(error)
+                self._replace()
+                return
+            except CapacityError:
+                self.loop.sleep(self.process, 0.5)
+            else:
+                lost = lost or PagesLost.reason in self.story.errors
+                self._settle_on(lengths, stored, lost=lost)
+                return
+        raise AssertionError("a session does not settle")
+
+    def _rolled_back(self, session: Session) -> tuple[int, ...]:
+        """Cut to what all layers hold: who has attached knows which layers there are."""
+        lengths = session.roll_back()
+        held = tuple(
+            min(column)
+            for column in zip(*(session.lengths(n) for n in range(self.num_layers)), strict=True)
+        )
+        if held != lengths:
+            session.pop(keep=held)
+        return held
+
+    def _settle_on(self, lengths: tuple[int, ...], stored: State, *, lost: bool) -> None:
+        for candidate in reversed(self.story.candidates):
+            if candidate.num_rows != len(lengths):
+                continue
+            whole = tuple(
+                min(candidate.lengths(layer)[row] for layer in range(self.num_layers))
+                for row in range(candidate.num_rows)
+            )
+            fits = all(map(int.__le__, lengths, whole)) if lost else lengths == whole
+            if fits and _same(stored, candidate.cut(lengths)):
+                self.state = candidate.cut(lengths)
+                self.story.candidates = [self.state]
+                self.story.errors.clear()
+                self.story.session_id = self._session().id
+                return
+        known = [candidate.lengths() for candidate in self.story.candidates]
+        raise WrongTokens(f"the session holds {lengths}, it may hold {known}, {lost=}")
+
+    def _make_room(self) -> None:
+        keep = tuple(length // 2 for length in self.state.lengths())
+        self._change(lambda session: session.pop(keep=keep), self.state.cut(keep))
+
+    # -- sessions
+
+    def _session(self) -> Session:
+        assert self.session is not None
+        return self.session
+
+    def _open(self, num_rows: int) -> None:
+        """Open a session, as soon as somebody has room."""
+        spread = min(self.rng.choice([1, 1, 2]), self.process.num_workers)
+        layers = [LayerGeometry(1, DIM, DIM, DType.FLOAT32)] * self.num_layers
+        for _ in range(100):
+            try:
+                self.session = self.process.client.open(
+                    num_rows=num_rows,
+                    layers=layers,
+                    page_size=2,
+                    ttl_s=TTL_S,
+                    spread=spread,
+                    reserve_tokens=self.rng.choice([None, None, 4]),
+                )
+            except (CapacityError, *UNKNOWN) as error:
+                self._note(error)
+                self.loop.sleep(self.process, self.rng.uniform(0.2, 1.0))
+                spread = 1
+            else:
+                self.kept.append(self.session)
+                self.state = empty(self.num_layers, num_rows)
+                self.story.session_id = self.session.id
+                self.story.candidates = [self.state]
+                self.story.errors.clear()
+                return
+        raise AssertionError("no session can be opened")
+
+    def _take_over(self) -> None:
+        """Go on with a session whose decoder has crashed."""
+        for _ in range(100):
+            try:
+                self.session = self.process.client.attach(self.story.session_id)
+            except SessionNotFound as error:
+                self._note(error)
+                self._replace()
+                return
+            except (*UNKNOWN, PagesLost, StaleEpoch) as error:
+                self._note(error)
+                self.loop.sleep(self.process, self.rng.uniform(0.1, 1.0))
+            else:
+                self.kept.append(self.session)
+                if self.session._mirror.find_lost() is not None:  # its next call would say so
+                    self.story.errors.append(PagesLost.reason)
+                self._resolve()
+                return
+        raise AssertionError("a session cannot be taken over")
+
+    def _replace(self) -> None:
+        """The session has ended: begin another, and feed it what the old one held at most."""
+        if self.session is not None:
+            self.kept.append(self.session)
+            self.session.release() if self.session.closed else self._let_go(self.session)
+        self._open(self.story.candidates[0].num_rows if self.story.candidates else 1)
+
+    def _let_go(self, session: Session) -> None:
+        try:
+            session.release()
+        except KVServiceError as error:
+            self.loop.note(self.process.name, "cannot release:", error.reason)
+
+    def _leave(self) -> None:
+        """Leave the session to whoever has it now, and give back the others."""
+        for session in self.kept:
+            if session.id == self.story.session_id:
+                self.process.client._leases.forget(session._lease)
+            else:
+                self._let_go(session)
+
+    def _end(self) -> None:
+        for session in self.kept:
+            self._let_go(session)
+
+    # -- answers
+
+    def _fresh(self, count: int) -> Array:
+        """Return tokens [rows, count, 2 * DIM] that no other has been like."""
+        size = self.state.num_rows * count * 2 * DIM
+        values = np.array([self.rng.randrange(1, 1 << 20) for _ in range(size)], np.float32)
+        return values.reshape(self.state.num_rows, count, 2 * DIM)
+
+    def _compare(self, out: Any, state: State, layer: int, count: int) -> None:
+        """With q = 0 every visible key weighs the same: the output is the mean of their values."""
+        for row, stored in enumerate(state.layers[layer]):
+            sums = stored[:, DIM:].astype(np.float64).cumsum(0)
+            first = len(stored) - count
+            for index in range(count):
+                expected = sums[first + index] / (first + index + 1)
+                if np.abs(out[row, 0, index] - expected).max() > 1e-5 * expected.max():
+                    raise WrongTokens(
+                        f"layer {layer}, row {row}, position {first + index}: "
+                        f"{out[row, 0, index]}, not {expected}"
+                    )
+
+    def _stored(self, session: Session) -> State:
+        layers = []
+        for layer in range(self.num_layers):
+            lengths = session.lengths(layer)
+            if not any(lengths):
+                layers.append(empty(1, len(lengths)).layers[0])
+                continue
+            k, v = session.read(layer)
+            both = np.concatenate([k[:, 0], v[:, 0]], axis=2)
+            layers.append([both[row, :length] for row, length in enumerate(lengths)])
+        return State(layers)
+
+    def _note(self, error: KVServiceError) -> None:
+        self.loop.note(self.process.name, "gets", error.reason, error.message)
+        if self.replaced and isinstance(error, (StaleEpoch, SessionNotFound, PagesLost)):
+            raise Replaced
+        self.story.errors.append(error.reason)
+        if isinstance(error, CapacityError):
+            return  # small workers are full now and then
+        assert self._may_fail(), f"an error without a cause: {error.reason}: {error}"
+
+
+def _same(stored: State, expected: State) -> bool:
+    return stored.num_rows == expected.num_rows and all(
+        np.array_equal(one, other)
+        for mine, theirs in zip(stored.layers, expected.layers, strict=True)
+        for one, other in zip(mine, theirs, strict=True)
+    )

@@ -1,0 +1,299 @@
+"""One seed: a small service, a few decoders, and what happens to them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import torch
+
+from tests.simulation.decoder import Decoder, Story
+from tests.simulation.loop import Loop
+from tests.simulation.network import Weather
+from tests.simulation.world import MANAGER, TTL_S, SimClient, World
+
+PAGE_BYTES = 2 * 2 * 2 * 4  # 2 tokens of K and V, 2 float32 each, in one layer
+CALM = Weather()
+
+
+@dataclass
+class Report:
+    """What a run of a seed was."""
+
+    seed: int
+    trace: int
+    num_events: int
+    faults: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+
+class Scenario:
+    """Runs a seed: faults come while decoders work, then all heals, and nothing may be left."""
+
+    def __init__(self, seed: int, *, keep_log: bool = False) -> None:
+        self.loop = Loop(seed, keep_log=keep_log)
+        rng = self.rng = self.loop.rng
+        self.seed = seed
+        self.calm = rng.random() < 0.1
+        self.faults: list[str] = []
+        self.num_layers = rng.choice([1, 1, 2])
+        pages = rng.choice([6, 10, 16, 100]) * self.num_layers
+        self.world = World(
+            self.loop, num_workers=rng.choice([1, 2, 2, 3]), memory_bytes=pages * PAGE_BYTES * 2
+        )
+        self.open_decoders = 0
+        self.healing = False
+        self.hanging: list[SimClient] = []
+
+    def run(self) -> Report:
+        rng, loop = self.rng, self.loop
+        loop.run(lambda: len(self.world.manager.manager.workers()) == self.world.expected, 5.0)
+        for _ in range(rng.choice([1, 1, 2])):
+            client = self.world.start_client()
+            for _ in range(rng.choice([1, 1, 2])):
+                self._begin(client, num_ops=rng.randint(6, 14), story=None)
+        if not self.calm:
+            if rng.random() < 0.3:
+                self._storm()
+            for _ in range(rng.randint(1, 4)):
+                loop.later(rng.uniform(0.0, 5.0), self._fault)
+        loop.later(rng.uniform(5.0, 12.0), self._heal)
+        loop.run(self._is_done, 400.0)
+        self._finish()
+        return Report(self.seed, loop.trace, loop.num_events, self.faults, loop.log)
+
+    def _is_done(self) -> bool:
+        return self.healing and not self.open_decoders and not self.hanging
+
+    def _begin(self, client: SimClient, *, num_ops: int, story: Story | None) -> None:
+        def done() -> None:
+            self.open_decoders -= 1
+            decoders.remove(decoder)
+
+        decoder = Decoder(
+            client,
+            num_layers=self.num_layers,
+            num_ops=num_ops,
+            story=story,
+            on_done=done,
+            may_fail=lambda: not self.calm,
+        )
+        decoders = client.decoders
+        decoders.append(decoder)
+        self.open_decoders += 1
+        client.run(decoder.run)
+
+    # -- faults
+
+    def _fault(self) -> None:
+        if self.healing:
+            return
+        faults = [
+            self._crash_worker,
+            self._crash_worker,
+            self._crash_manager,
+            self._crash_both,
+            self._crash_all,
+            self._crash_client,
+            self._replace_client,
+            self._freeze,
+            self._partition,
+            self._swizzle,
+            self._storm,
+        ]
+        self.rng.choice(faults)()
+
+    def _note(self, fault: str) -> None:
+        self.loop.note("fault:", fault)
+        self.faults.append(fault)
+
+    def _crash_worker(self) -> None:
+        name = self.rng.choice(list(self.world.workers))
+        worker = self.world.workers[name]
+        if worker.alive:
+            self._note(f"crash {name}")
+            worker.crash()
+            self.loop.later(self.rng.choice([0.2, 2.0, 5.0]), lambda: self._restart(name))
+
+    def _restart(self, name: str) -> None:
+        if not self.world.workers[name].alive:
+            self.world.start_worker(name)
+
+    def _crash_manager(self) -> None:
+        if self.world.manager.alive:
+            self._note("crash manager")
+            self.world.manager.crash()
+            self.loop.later(self.rng.choice([0.2, 2.0, 5.0]), self._restart_manager)
+
+    def _restart_manager(self) -> None:
+        if not self.world.manager.alive:
+            self.world.start_manager()
+
+    def _crash_both(self) -> None:
+        self._crash_manager()
+        self._crash_worker()
+
+    def _crash_all(self) -> None:
+        self._crash_client()
+        self._crash_both()
+
+    def _crash_client(self) -> None:
+        """A decoder's process dies; another takes its sessions over."""
+        client = self.rng.choice(self.world.clients)
+        if client.alive and not self.hanging:
+            self._note(f"crash {client.name}")
+            left, client.decoders = client.decoders, []
+            client.crash()
+            self.loop.later(self.rng.choice([0.1, 1.0, TTL_S + 2]), lambda: self._go_on(left))
+
+    def _go_on(self, left: list[Decoder]) -> None:
+        client = self.world.start_client()
+        for decoder in left:
+            self.open_decoders -= 1
+            self._begin(client, num_ops=decoder.num_ops, story=decoder.story)
+
+    def _replace_client(self) -> None:
+        """A decoder's process hangs, another takes its sessions over, and then it comes back."""
+        client = self.rng.choice(self.world.clients)
+        if self.hanging or not client.alive or client.frozen:
+            return
+        if not all(decoder.holds_session for decoder in client.decoders):
+            return
+        self._note(f"replace {client.name}")
+        client.freeze(1e6)
+        self.hanging.append(client)
+        left, client.decoders = client.decoders, []
+        other = self.world.start_client()
+        for decoder in left:
+            decoder.replaced = True
+            self.open_decoders -= 1
+            story = decoder.story
+            copied = Story(story.session_id, list(story.candidates), story.num_layers)
+            self._begin(other, num_ops=decoder.num_ops + 2, story=copied)
+        self.loop.later(0.2, lambda: self._bring_back(client, list(other.decoders)))
+
+    def _bring_back(self, client: SimClient, successors: list[Decoder]) -> None:
+        if all(decoder.holds_session for decoder in successors):
+            self.hanging.remove(client)
+            client.thaw()
+        else:
+            self.loop.later(0.2, lambda: self._bring_back(client, successors))
+
+    def _freeze(self) -> None:
+        someone = self.rng.choice(
+            [*self.world.workers.values(), self.world.manager, *self.world.clients]
+        )
+        if someone.alive:
+            self._note(f"freeze {someone.name}")
+            someone.freeze(self.rng.choice([0.5, 3.0, 6.0, TTL_S + 4]))
+
+    def _partition(self) -> None:
+        one, other = self.rng.choice(self._links())
+        self._note(f"cut {one} {other}")
+        self._cut(one, other, self.rng.choice([0.5, 3.0, 6.0, TTL_S + 4]))
+
+    def _swizzle(self) -> None:
+        """Cut one link after the other, and mend them in another order."""
+        for one, other in self.rng.sample(self._links(), min(3, len(self._links()))):
+            self._note(f"cut {one} {other}")
+            begin, seconds = self.rng.uniform(0.0, 2.0), self.rng.uniform(0.5, 6.0)
+            self.loop.later(begin, lambda a=one, b=other, s=seconds: self._cut(a, b, s))  # type: ignore[misc]
+
+    def _cut(self, one: str, other: str, seconds: float) -> None:
+        if self.healing:
+            return
+        link = frozenset((one, other))
+        self.world.network.cuts.add(link)
+        self.loop.later(seconds, lambda: self.world.network.cuts.discard(link))
+
+    def _links(self) -> list[tuple[str, str]]:
+        names = [MANAGER, *self.world.workers, *(one.name for one in self.world.clients)]
+        clients = {one.name for one in self.world.clients}
+        return [
+            (one, other)
+            for one, other in combinations(names, 2)
+            if not {one, other} <= clients and not {one, other} <= set(self.world.workers)
+        ]
+
+    def _storm(self) -> None:
+        rng = self.rng
+        self._note("storm")
+        self.world.network.weather = Weather(
+            lost=rng.choice([0.0, 0.05, 0.2]),
+            doubled=rng.choice([0.0, 0.1, 0.5]),
+            slow=rng.choice([0.0, 0.1, 0.5]),
+            slow_s=rng.choice([0.05, 0.5, 2.0]),
+        )
+        self.loop.later(rng.uniform(2.0, 8.0), self._clear_up)
+
+    def _clear_up(self) -> None:
+        self.world.network.weather = CALM
+
+    # -- the end
+
+    def _heal(self) -> None:
+        self.loop.note("all heals")
+        self.healing = True
+        self._clear_up()
+        self.world.network.cuts.clear()
+        for process in (*self.world.workers.values(), self.world.manager, *self.world.clients):
+            if process not in self.hanging:
+                process.thaw()
+        for name in self.world.workers:
+            self._restart(name)
+        self._restart_manager()
+
+    def _finish(self) -> None:
+        """All decoders are done: within a ttl every page is free, and all know the same."""
+        end = self.loop.now + TTL_S + 3.0
+        self.loop.later(TTL_S + 3.0, lambda: None)
+        self.loop.run(lambda: self.loop.now >= end, TTL_S + 4.0)
+        self.world.check()
+        assert self.world.used_pages() == 0, f"{self.world.used_pages()} pages are still in use"
+        held = {
+            (key, name)
+            for name, worker in self.world.workers.items()
+            for key in (session.key for session in worker.worker._sessions.all())
+        }
+        assert not held, f"sessions are still open: {held}"
+        assert not self.world.manager.directory._holders, "the directory lists what has ended"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Tiny tensors need no threads, and a collection would run finalizers at any time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)
+
+
+def run_seed(seed: int, *, keep_log: bool = False) -> Report:
+    """Run one seed. Raises AssertionError, or whatever went wrong, with the seed in a note."""
+    with quiet():
+        scenario = Scenario(seed, keep_log=keep_log)
+        try:
+            return scenario.run()
+        except BaseException as error:
+            error.add_note(
+                f"seed {seed} ({', '.join(scenario.faults) or 'no faults'}): "
+                f"python -m tests.simulation --seed {seed}"
+            )
+            if keep_log:
+                error.add_note("\n".join(scenario.loop.log[-400:]))
+            raise
+        finally:
+            for process in (
+                *scenario.world.workers.values(),
+                scenario.world.manager,
+                *scenario.world.clients,
+            ):
+                if process.alive:
+                    process.end()

@@ -1,0 +1,114 @@
+"""A whole service in one thread, by seeds: whatever happens, no wrong token and no leaked page.
+
+A seed that fails is named; `python -m tests.simulation --seed N` replays it, event by event the
+same, and prints what happens in it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvservice_client._mirror import Mirror
+from kvservice_workers.page_table import PageTable
+from kvservice_workers.session_state import WorkerSession
+from kvservice_workers.worker import PageWorker
+from tests.simulation.scenario import run_seed
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+CHUNK: Final = 25
+NUM_SEEDS: Final = int(os.environ.get("KVSERVICE_SEEDS", "250"))
+MUTANT_SEEDS: Final = 100
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+def test_seeds(first: int) -> None:
+    """All that is acknowledged holds, or is said to be lost; at the end nothing is left."""
+    for seed in range(first, first + CHUNK):
+        run_seed(seed)
+
+
+@pytest.mark.timeout(300)  # it loads torch once more
+def test_a_seed_is_the_same_each_time() -> None:
+    """In this process, and in another with other hashes: otherwise a failure could be lost."""
+    traces = [run_seed(seed).trace for seed in range(4) for _ in range(2)]
+    assert traces[::2] == traces[1::2]
+    source = (
+        "from tests.simulation.scenario import run_seed\n"
+        "print(*(run_seed(seed).trace for seed in range(4)))"
+    )
+    paths = [str(ROOT / name) for name in ("", "client", "workers")]
+    printed = subprocess.run(
+        [sys.executable, "-c", source],
+        env=os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert [int(trace) for trace in printed.split()] == traces[::2]
+
+
+# Bugs, each in one place, that somebody might make.
+def no_epoch_check(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerSession, "check_epoch", lambda self, epoch: None)
+
+
+def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
+    def need(self: PageTable, indices: Any) -> Any:
+        needed = original(self, indices)
+        return type(needed)(needed.new, [])
+
+    original = PageTable.need
+    patch.setattr(PageTable, "need", need)
+
+
+def no_repeats(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageWorker, "_is_repeat", lambda self, session, epoch, change: False)
+
+
+def no_new_id_for_a_haunted_session(patch: pytest.MonkeyPatch) -> None:
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(Mirror, "haunted", never, raising=False)
+
+
+def nothing_expires(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageWorker, "expire", lambda self: 0)
+
+
+def lost_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvservice.manager.routes.find_loss", lambda infos: None)
+    patch.setattr("kvservice.manager.service.find_loss", lambda infos: None)
+
+
+MUTANTS: Final = (
+    no_epoch_check,
+    no_copy_on_write,
+    no_repeats,
+    nothing_expires,
+    lost_without_a_word,
+    no_new_id_for_a_haunted_session,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_bugs_are_found(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of some bugs makes a seed fail, so that those that pass say something."""
+    mutant(monkeypatch)
+    assert any(fails(seed) for seed in range(MUTANT_SEEDS))
+
+
+def fails(seed: int) -> bool:
+    try:
+        run_seed(seed)
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,263 @@
+"""Manager, workers and clients as they are, on a simulated network and clock."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, Final
+
+from google.protobuf.message import Message
+
+from kvservice.core.caller import ANONYMOUS, Caller
+from kvservice.core.errors import KVServiceError
+from kvservice.manager import PageManager
+from kvservice.server.heartbeat import HeartbeatSource
+from kvservice.v1 import manager_pb2
+from kvservice.wire.names import snake_case
+from kvservice_client import Client, ClientConfig
+from kvservice_client._connections import Connections
+from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.session_state import WorkerSession
+from kvservice_workers.worker import PageWorker, WorkerConfig
+from tests.simulation.loop import Loop, Process, SimClock
+from tests.simulation.network import REGISTER, REPORT, Network, Server, SimTransport
+
+MANAGER: Final = "manager"
+TTL_S: Final = 8.0
+EXPIRY_S: Final = 0.5
+HEARTBEAT_S: Final = 1.0
+HEARTBEAT_TIMEOUT_S: Final = 5.0
+LOOK_S: Final = 0.1
+CONFIG: Final = ClientConfig(timeout_s=6.0, detection_s=4.0, silence_s=3.0)
+READ_ONLY: Final = {"GetSession", "Read", "PageStats", "ListSessions"}
+
+
+class Inline(Executor):
+    """Calls one after the other, in the task that asks."""
+
+    def map(self, fn: Any, *iterables: Any, **options: Any) -> Any:  # type: ignore[override]
+        return [fn(*arguments) for arguments in zip(*iterables, strict=True)]
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        pass
+
+
+class World:
+    """All processes of a simulation. Workers are numbered, and live one life after the other."""
+
+    def __init__(self, loop: Loop, *, num_workers: int, memory_bytes: int) -> None:
+        self.loop = loop
+        self.network = Network(loop)
+        self.memory_bytes = memory_bytes
+        self.num_lives = 0
+        self.workers: dict[str, SimWorker] = {}
+        self.clients: list[SimClient] = []
+        self.expected = num_workers
+        self.manager = SimManager(self)
+        for index in range(num_workers):
+            self.start_worker(f"w{index}")
+
+    def start_worker(self, name: str) -> SimWorker:
+        worker = self.workers[name] = SimWorker(self, name)
+        return worker
+
+    def start_manager(self) -> None:
+        self.manager = SimManager(self)
+
+    def start_client(self) -> SimClient:
+        client = SimClient(self, f"c{len(self.clients)}")
+        self.clients.append(client)
+        return client
+
+    def next_life(self, name: str) -> str:
+        self.num_lives += 1
+        return f"{name}#{self.num_lives}"
+
+    def new_id(self) -> str:
+        return str(uuid.UUID(int=self.loop.rng.getrandbits(128), version=4))
+
+    def used_pages(self) -> int:
+        return sum(
+            pool.used_pages + pool.reserved_pages
+            for worker in self.workers.values()
+            for pool in worker.worker.stats().pools
+        )
+
+    def check(self) -> None:
+        """Assert what must be so at any time, of all that live."""
+        for worker in self.workers.values():
+            if worker.alive:
+                worker.worker.check()
+        self.manager.check()
+
+
+class SimManager(Process):
+    """One life of the manager."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.loop, MANAGER)
+        self._network = world.network
+        clock = SimClock(world.loop, self)
+        self.manager = PageManager(
+            lambda address: _Handle(world.network, self, address),
+            clock=clock,
+            incarnation=world.next_life(MANAGER),
+            workers_expected=world.expected,
+            executor=Inline(),
+        )
+        world.network.servers[MANAGER] = Server(self, self._handle, waits=True)
+        self.directory = self.manager._routes._directory
+        self._tick()
+
+    def check(self) -> None:
+        self.directory.check()
+
+    def crash(self) -> None:
+        self._network.reset(self)
+        super().crash()
+
+    def _handle(self, method: str, request: Any, caller: Caller) -> Message:
+        if method in (REGISTER, REPORT):
+            answer: Message = self.manager.heartbeat(request, caller, first=method == REGISTER)
+            self.directory.check()
+            return answer
+        answered: Message = getattr(self.manager, snake_case(method))(request, caller)
+        return answered
+
+    def _tick(self) -> None:
+        if self.directory.find_cut_off(self.loop.now):
+            self.loop.spawn(self, self._look)
+        else:
+            self.loop.later(LOOK_S, self._tick, self)
+
+    def _look(self) -> None:
+        self.manager.look_after_workers()
+        self.loop.later(LOOK_S, self._tick, self)
+
+
+class _Handle:
+    """The manager's way to a worker."""
+
+    def __init__(self, network: Network, manager: Process, address: str) -> None:
+        self._network = network
+        self._manager = manager
+        self._address = address
+
+    def call(self, method: str, request: Any, timeout_s: float, caller: Caller) -> Any:
+        return self._network.call(self._manager, self._address, method, request, timeout_s, caller)
+
+    def close(self) -> None:
+        pass
+
+
+class SimWorker(Process):
+    """One life of a worker: its service, its leases, its heartbeats."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world.loop, name)
+        self._world = world
+        self.worker = PageWorker(
+            WorkerConfig(name, world.next_life(name), world.memory_bytes, address=name),
+            clock=SimClock(world.loop, self),
+        )
+        self._service = WorkerService(self.worker)
+        self._source = HeartbeatSource(self.worker)
+        self._last: manager_pb2.HeartbeatRequest | None = None
+        self._epochs: dict[WorkerSession, int] = {}
+        world.network.servers[name] = Server(self, self._handle, waits=False)
+        self.loop.later(EXPIRY_S, self._expire, self)
+        self.loop.spawn(self, self._report)
+
+    def crash(self) -> None:
+        self._world.network.reset(self)
+        self._end_stream(0.001)
+        super().crash()
+
+    def _handle(self, method: str, request: Any, caller: Caller) -> Message:
+        answer: Message
+        try:
+            answer = getattr(self._service, snake_case(method))(request, caller)
+        finally:
+            if method not in READ_ONLY:
+                self._check()
+        return answer
+
+    def _check(self) -> None:
+        """Assert that all is accounted for, and that no epoch has gone back."""
+        self.worker.check()
+        for session in self.worker._sessions.all():
+            assert session.epoch >= self._epochs.get(session, 0), "an epoch has gone back"
+            self._epochs[session] = session.epoch
+
+    def _expire(self) -> None:
+        if self.worker.expire():
+            self._check()
+        deadline = self.worker.next_deadline()
+        assert deadline is None or deadline > self.loop.now - 1.0, "a lease is over, and goes on"
+        self._epochs = {one: epoch for one, epoch in self._epochs.items() if not one.closed}
+        self.loop.later(EXPIRY_S, self._expire, self)
+
+    # -- heartbeats
+
+    def _report(self) -> None:
+        backoff_s = 0.1
+        while True:
+            self._source.begin()
+            try:
+                method = REGISTER
+                while True:
+                    for message in self._source.messages():
+                        self._last = message
+                        self._world.network.call(
+                            self, MANAGER, method, message, HEARTBEAT_TIMEOUT_S, ANONYMOUS
+                        )
+                        method, backoff_s = REPORT, 0.1
+                    self.loop.sleep(self, HEARTBEAT_S)
+            except KVServiceError as error:
+                self.loop.note(self.name, "reports in vain:", error.reason)
+                self._end_stream(0.01)
+            self.loop.sleep(self, backoff_s)
+            backoff_s = min(2 * backoff_s, 2.0)
+
+    def _end_stream(self, delay_s: float) -> None:
+        """Let the manager notice that the stream has ended, if anything gets through to it."""
+        last, manager = self._last, self._world.manager
+        self._last = None
+        if last is not None and not self._world.network.is_cut(self.name, MANAGER):
+            self.loop.later(delay_s, lambda: manager.manager.heartbeat_ended(last), manager)
+
+
+class SimClient(Process):
+    """A process with a client; decoders run as its tasks."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world.loop, name)
+        self._network = world.network
+        connections = Connections(
+            MANAGER,
+            lambda address: SimTransport(world.network, self, address, ANONYMOUS),
+            config=CONFIG,
+            clock=SimClock(world.loop, self),
+            rng=world.loop.rng,
+            background=False,
+            new_id=world.new_id,
+        )
+        self.client = Client(connections)
+        self._leases = self.client._leases
+        self.decoders: list[Any] = []
+        self.num_workers = world.expected
+        self.loop.spawn(self, self._look_after_leases)
+
+    def run(self, decode: Callable[[], None]) -> None:
+        """Begin a decoder."""
+        self.loop.spawn(self, decode)
+
+    def crash(self) -> None:
+        self.client._finalizer.detach()  # its interpreter is gone, and all that would run at exit
+        super().crash()
+
+    def _look_after_leases(self) -> None:
+        while True:
+            left_s = self._leases.look()
+            self.loop.sleep(self, 0.5 if left_s is None else max(0.01, min(left_s, 0.5)))
