@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,11 @@ def project(config: BlockConfig, layer: dict[str, Any], x: Any, past: Any) -> tu
     return rotate(heads("q"), past), rotate(heads("k"), past), heads("v")
 
 
-def dense_attention(q: Any, k: Any, v: Any) -> Any:
-    """Attend causally; the queries are the newest positions. KV heads are repeated."""
+def dense_attention(q: Any, k: Any, v: Any, past: Any) -> Any:
+    """Attend causally; the queries stand at positions from `past` on. KV heads are repeated."""
     repeats = q.shape[1] // k.shape[1]
     k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
     scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
-    past = k.shape[2] - q.shape[2]
     seen = jnp.arange(k.shape[2])[None, :] <= jnp.arange(q.shape[2])[:, None] + past
     return jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min)) @ v
 
@@ -94,7 +96,7 @@ def full_logits(config: BlockConfig, weights: dict[str, Any], ids: Any) -> Any:
     x = weights["embed"][ids]
     for index in range(config.num_layers):
         layer = layer_of(weights, index)
-        x = finish(layer, x, dense_attention(*project(config, layer, x, 0)))
+        x = finish(layer, x, dense_attention(*project(config, layer, x, 0), 0))
     return x @ weights["head"]
 
 
@@ -105,14 +107,14 @@ Update = Callable[[Any, Any, Any, Any], Any]
 """Of a cache, new keys and values, and their start: returns the cache that has them."""
 
 
-@partial(jax.jit, static_argnames=("config", "past"))
+@partial(jax.jit, static_argnums=0)
 def _attend_to_all(
-    config: BlockConfig, layer: dict[str, Any], x: Any, keys: Any, values: Any, past: int
+    config: BlockConfig, layer: dict[str, Any], x: Any, keys: Any, values: Any, past: Any
 ) -> tuple[Any, Any, Any]:
     q, k, v = project(config, layer, x, past)
-    keys = jnp.concatenate([keys[:, :, :past], k], axis=2)
-    values = jnp.concatenate([values[:, :, :past], v], axis=2)
-    return dense_attention(q, keys, values), k, v
+    keys = jax.lax.dynamic_update_slice_in_dim(keys, k, past, axis=2)
+    values = jax.lax.dynamic_update_slice_in_dim(values, v, past, axis=2)
+    return dense_attention(q, keys, values, past), k, v
 
 
 def cached_attention(
@@ -179,7 +181,7 @@ def scanned_step(
     return x @ weights["head"]
 
 
-def greedy(step: Callable[[Any, int], Any], ids: Any, new_tokens: int) -> Any:
+def greedy(step: Callable[[Any, int], Any], ids: Ids, new_tokens: int) -> Ids:
     """Return the ids with tokens added greedily: all at once at first, then one by one.
 
     Args:
@@ -189,15 +191,19 @@ def greedy(step: Callable[[Any, int], Any], ids: Any, new_tokens: int) -> Any:
     for _ in range(new_tokens):
         logits = step(ids[:, past:], past)
         past = ids.shape[1]
-        ids = jnp.concatenate([ids, logits[:, -1:].argmax(-1)], axis=1)
+        ids = _with_best(ids, logits, -1)
     return ids
 
 
-def greedy_anew(config: BlockConfig, weights: dict[str, Any], ids: Any, new_tokens: int) -> Any:
+def greedy_anew(config: BlockConfig, weights: dict[str, Any], ids: Ids, new_tokens: int) -> Ids:
     """As `greedy`, with everything computed again for each token."""
     for _ in range(new_tokens):
         length = ids.shape[1]
-        whole = jnp.pad(ids, ((0, 0), (0, config.max_len - length)))  # one shape to compile
-        logits = full_logits(config, weights, whole)
-        ids = jnp.concatenate([ids, logits[:, length - 1 : length].argmax(-1)], axis=1)
+        whole = np.pad(ids, ((0, 0), (0, config.max_len - length)))  # one shape to compile
+        ids = _with_best(ids, full_logits(config, weights, whole), length - 1)
     return ids
+
+
+def _with_best(ids: Ids, logits: Any, position: int) -> Ids:
+    best = np.asarray(logits)[:, position].argmax(-1)
+    return np.concatenate([ids, best[:, None].astype(ids.dtype)], axis=1)

@@ -25,7 +25,7 @@ from tests.jax_decoders import BlockConfig, cached_attention, cached_step, dense
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 32]])
 CONFIG = BlockConfig()
 WEIGHTS = jax_decoders.init_weights(CONFIG)
-JAX_IDS = jnp.array([[3, 14, 15, 9], [35, 8, 9, 7]])
+JAX_IDS = np.array([[3, 14, 15, 9], [35, 8, 9, 7]], np.int32)
 NEW_TOKENS = 6
 
 
@@ -95,7 +95,7 @@ def test_functional_greedy(client: Client) -> None:
 
 def test_case_18(client: Client) -> None:
     """Case 18: a prompt of 4 and 3 single tokens are one pass over 7; length 7 on every layer."""
-    ids = jnp.concatenate([JAX_IDS, jnp.array([[1, 2, 3], [4, 5, 6]])], axis=1)
+    ids = np.concatenate([JAX_IDS, np.array([[1, 2, 3], [4, 5, 6]], np.int32)], axis=1)
     config = BlockConfig(num_kv_heads=None)
     weights = jax_decoders.init_weights(config)
     caches = init_decoder_kv_caches_from_config(config, batch_size=2, client=client)
@@ -129,7 +129,7 @@ def test_case_22(client: Client) -> None:
     cache = init_kv_layer_cache(1, 2, 4, 8, jnp.float32, client=client)
     cache = update_kv_layer_cache(cache, jnp.zeros((1, 2, 3, 4)), values, 0)
     keys, values = cache.keys[:, :, :3], cache.values[:, :, :3]
-    local = dense_attention(jnp.zeros((1, 4, 1, 4)), keys, values)
+    local = dense_attention(jnp.zeros((1, 4, 1, 4)), keys, values, 2)
     assert local[0, :, 0, 0].tolist() == [2, 2, 20, 20]
     with client.open(num_rows=1) as session:
         there = session.attend(0, jnp.zeros((1, 4, 3, 4)), keys, values)
