@@ -291,6 +291,32 @@ def test_reservations(start: Start) -> None:
         kept.step()
 
 
+def test_a_reservation_over_several_workers_is_the_tails(start: Start) -> None:
+    """Until the first tokens any may become the tail; then the others keep what they hold, and
+    the room is promised again where the tail comes back to."""
+    backend = start(num_workers=2, memory_bytes=64 * PAGE_BYTES)
+    driver = Driver.open(
+        backend.connect(), layers=LAYERS, page_size=4, spread=2, num_rows=1, reserve_tokens=32
+    )
+
+    def pages(reserved: bool) -> list[int]:
+        return [
+            sum(pool.reserved_pages if reserved else pool.used_pages for pool in stats.pools)
+            for stats in driver.session.page_stats()
+        ]
+
+    assert pages(reserved=True) == [8, 8]
+    driver.step(16)
+    assert pages(reserved=False) == [2, 2]
+    assert pages(reserved=True) == [0, 4]
+    driver.pop(keep=8)
+    assert pages(reserved=True) == [6]
+    driver.reset()
+    assert sorted(pages(reserved=True)) == [8, 8]
+    driver.step(3)
+    driver.check_stored()
+
+
 def test_a_lone_worker(start: Start) -> None:
     """Without a manager a client has one worker, and its bounds surface."""
     backend = start(memory_bytes=24 * PAGE_BYTES)

@@ -60,3 +60,55 @@ def test_ended_leases_do_not_pile_up() -> None:
         leases.grant(holder, 3600.0)
         leases.revoke(holder)
     assert len(leases._heap) < 200
+
+
+class Counted:
+    """A holder that counts how often a table looks it up."""
+
+    lookups = 0
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def __hash__(self) -> int:
+        Counted.lookups += 1
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counted) and other.name == self.name
+
+
+def test_expiry_costs_what_has_expired() -> None:
+    """Counted in look-ups: ten of 10,000 leases cost what ten of a hundred do."""
+    costs = []
+    for total in (100, 10_000):
+        leases: LeaseTable[Counted] = LeaseTable()
+        holders = [Counted(number) for number in range(total)]
+        for number, holder in enumerate(holders):
+            leases.grant(holder, 1.0 if number < 10 else 1000.0 + number)
+        Counted.lookups = 0
+        over = leases.expired(2.0)
+        for holder in over:
+            leases.revoke(holder)
+        assert len(over) == 10
+        costs.append(Counted.lookups)
+    assert costs[1] <= costs[0] + 10
+
+
+def test_renewed_leases_are_looked_at_once_a_ttl() -> None:
+    """However often they are renewed: renewing does not touch the order."""
+    leases: LeaseTable[Counted] = LeaseTable()
+    holders = [Counted(number) for number in range(1000)]
+    for holder in holders:
+        leases.grant(holder, 10.0)
+    for now in range(1, 10):
+        for holder in holders:
+            leases.renew(holder, now + 10.0)
+    Counted.lookups = 0
+    assert leases.expired(11.0) == []
+    once = Counted.lookups
+    assert once <= 4 * len(holders)
+    Counted.lookups = 0
+    for now in range(12, 18):
+        assert leases.expired(float(now)) == []
+    assert Counted.lookups <= 4 * 6, "until the next of them may be over"
