@@ -566,7 +566,7 @@ class PageWorker:
     def audit(self) -> int:
         """Compare all pages' references with all tables; return how many disagree newly.
 
-        None should. It holds the worker's lock for some 0.1 µs a page.
+        None should. It holds the worker's lock for about half a microsecond a page.
         """
         with self._lock:
             found = find_discrepancies(self._sessions.all(), self._pools)
