@@ -11,8 +11,9 @@ from kvservice.core.lease import LeaseTable
 from kvservice.core.session import EndedSession
 from kvservice_workers.session_state import SessionKey, WorkerSession, session_not_found
 
-# Ended sessions that heartbeats can still report.
-MAX_ENDED = 100_000
+# Ended sessions that heartbeats can still report: those of a full worker at once. A worker
+# without a manager reports none, and keeps no more than these.
+MAX_ENDED = 20_000
 
 
 class SessionTable:
@@ -109,14 +110,18 @@ class SessionTable:
         self._changed[session.key] = self._serial
 
     def changes_since(self, cursor: int) -> tuple[int, list[WorkerSession], list[EndedSession]]:
-        """Return a new cursor, the sessions changed since the old one, and those ended since."""
+        """Return a new cursor, the sessions changed since the old one, and those ended since.
+
+        What ended before the old cursor is forgotten: whoever has that was told.
+        """
         changed = []
         for key in reversed(self._changed):
             if self._changed[key] <= cursor:
                 break
             changed.append(self._sessions[key])
-        ended = [one for serial, one in self._ended if serial > cursor]
-        return self._serial, changed[::-1], ended
+        while self._ended and self._ended[0][0] <= cursor:
+            self._ended.popleft()
+        return self._serial, changed[::-1], [one for _, one in self._ended]
 
     def check(self) -> None:
         self._leases.check()
