@@ -80,10 +80,17 @@ def children(pid: int) -> list[int]:
 
 @dataclass
 class Network:
-    """A switch of its own, that pods are plugged into, and the names that they know."""
+    """A switch of its own, that pods are plugged into, and the names that they know.
+
+    Fields:
+        folder: Made, and removed at the end.
+        secrets: What environments refer to, by `name/key`.
+        mounted: The folders of ConfigMaps and Secrets that pods mount, by their names.
+    """
 
     folder: Path
     secrets: Mapping[str, str] = field(default_factory=dict)
+    mounted: Mapping[str, Path] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -118,15 +125,10 @@ class Network:
         with (self.folder / "hosts").open("w") as hosts:
             hosts.write("127.0.0.1 localhost\n" + "".join(lines))
 
-    def pod(self, name: str, template: Spec, volumes: Mapping[str, Path] | None = None) -> Pod:
-        """Start a pod; its containers are started one by one.
-
-        Args:
-            template: Its `spec`.
-            volumes: Where the ones are that are no emptyDir.
-        """
+    def pod(self, name: str, spec: Spec) -> Pod:
+        """Start a pod; its containers are started one by one."""
         host = next(self._hosts)
-        pod = Pod(self, f"{name}-{host}", f"{_ADDRESSES}.{host}", template, volumes or {})
+        pod = Pod(self, f"{name}-{host}", f"{_ADDRESSES}.{host}", spec)
         self._pods.append(pod)
         pod.start()
         return pod
@@ -135,14 +137,11 @@ class Network:
 class Pod:
     """One pod of a network."""
 
-    def __init__(
-        self, network: Network, name: str, address: str, spec: Spec, volumes: Mapping[str, Path]
-    ) -> None:
+    def __init__(self, network: Network, name: str, address: str, spec: Spec) -> None:
         self.network = network
         self.name = name
         self.address = address
         self.spec = spec
-        self._volumes = volumes
         self._netns = f"{network.switch}-{name}"
         self._folder = network.folder / name
         self._sandbox: subprocess.Popen[str] | None = None
@@ -151,8 +150,10 @@ class Pod:
     def start(self) -> None:
         """Make the namespaces, and the first process in them."""
         self._folder.mkdir()
-        for name, path in self._volumes.items():
-            (self._folder / name).symlink_to(path)
+        for volume in self.spec.get("volumes", []):
+            match volume:
+                case {"configMap": {"name": source}} | {"secret": {"secretName": source}}:
+                    (self._folder / volume["name"]).symlink_to(self.network.mounted[source])
         run("ip", "netns", "add", self._netns)
         port = f"p{self.address.rpartition('.')[2]}"
         switch = self.network.switch
