@@ -211,10 +211,9 @@ class WorkerMachine(RuleBasedStateMachine):
             return
         rows = data.draw(st.lists(st.integers(0, len(model.rows) - 1), min_size=1, max_size=3))
         try:
-            self.worker.select("t", model.session_id, model.epoch, rows)
+            first = self.worker.select("t", model.session_id, model.epoch, rows)
         except OutOfPages:
             return
-        first = self.worker.get("t", model.session_id)
         again = self.worker.select("t", model.session_id, model.epoch, rows)
         assert again == first, "the same change again is answered as before"
         model.epoch += 1
