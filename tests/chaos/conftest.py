@@ -94,8 +94,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     total = (
         f"{len(rows)} faults, {sum(row.num_checked for row in rows)} answers checked, 0 of them "
-        f"wrong, {sum(row.leaked_pages for row in rows)} leaked pages, {failed} tests failed; bounds "
-        f"are for a free machine, here a process waits {busyness():.1f} times as long as it computes"
+        f"wrong, {sum(row.leaked_pages for row in rows)} leaked pages, {failed} tests failed; "
+        f"bounds are for a free machine, on this one a process waits {busyness():.1f} times as "
+        "long as it computes"
     )
     terminalreporter.section("faults")
     for line in (*lines, "", total):
