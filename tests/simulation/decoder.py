@@ -313,7 +313,11 @@ class Decoder:
         return held
 
     def _settle_on(self, lengths: tuple[int, ...], stored: State, *, lost: bool) -> None:
-        for candidate in reversed(self.story.candidates):
+        candidates = list(self.story.candidates)
+        if lost and not any(lengths):
+            # Of rows it can only be told how many there were where somebody still lives.
+            candidates.append(empty(self.num_layers, len(lengths)))
+        for candidate in reversed(candidates):
             if candidate.num_rows != len(lengths):
                 continue
             whole = tuple(
