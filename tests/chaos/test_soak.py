@@ -111,9 +111,9 @@ def test_many_sessions() -> None:
         for position, (name, _) in enumerate(samples[0]):
             warm, end = samples[first][position][1], samples[last][position][1]
             growth = slope([one[position][1] for one in samples[first:]])
-            assert growth < MAX_GROWTH_MIB_PER_MIN or minutes < 0.5, (
-                f"{name} grows by {growth:.2f} MiB a minute"
-            )
+            # A line through a short run says nothing.
+            is_flat = growth < MAX_GROWTH_MIB_PER_MIN or end.rss_mib - warm.rss_mib < 2.0
+            assert is_flat, f"{name} grows by {growth:.2f} MiB a minute, in {minutes:.1f} minutes"
             assert end.num_files <= warm.num_files + 4, f"{name} keeps files open"
             assert end.num_threads <= warm.num_threads + 4, f"{name} keeps threads"
 
