@@ -269,6 +269,19 @@ def test_drained_worker_is_listed_until_it_leaves(directory: Directory) -> None:
     assert directory.leave_by("w0") is None
 
 
+def test_drained_worker_is_missed_until_it_is_forgotten(directory: Directory) -> None:
+    """By its name, so that somebody may decide whether there should be one less, or another."""
+    directory.drain("w0", 9.0)
+    assert directory.left == frozenset()
+    directory.leave("w0", "i0", 2.0)
+    assert directory.left == {"w0"}
+    directory.forget_left("w0")
+    directory.forget_left("w0")
+    assert directory.left == frozenset()
+    assert directory.num_left == 0
+    directory.check()
+
+
 def test_only_workers_that_are_there_are_drained(directory: Directory) -> None:
     """Neither one that never was, nor one that is known to be gone."""
     directory.bury("w1", "i0", 1.0)
