@@ -104,7 +104,8 @@ class EmbeddedService:
     def _beat(self, *, first: bool) -> None:
         for source in self._sources:
             for index, message in enumerate(source.messages()):
-                self.manager.heartbeat(message, ANONYMOUS, first=first and not index)
+                first_of_stream = first and not index
+                source.answered(self.manager.heartbeat(message, ANONYMOUS, first=first_of_stream))
 
 
 class _Handle:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvservice.core.errors import DeadlineExceeded, KVServiceError, StaleEpoch, Unavailable
 from kvservice.v1 import types_pb2
@@ -13,6 +14,9 @@ from kvservice_client._extents import Extent, Lengths, adopt
 from kvservice_client._links import OUTCOME_UNKNOWN, Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._padding import Padding
+
+TELL_TIMEOUT_S: Final = 1.0
+"""How long a manager is waited for that decoding does not need."""
 
 
 @dataclass(slots=True)
@@ -57,8 +61,11 @@ class Changes:
                     self._send(change, extent, request)
                 change.requests.pop(0)
             self._pending = None
+            leaves_behind = self._mirror.num_given_up > 0
             change.adopt()
             self._links.settle_extents()
+            if leaves_behind and self._mirror.extents:
+                self._tell_front()
         if not self._mirror.extents:
             self._open_again()
 
@@ -231,6 +238,12 @@ class Changes:
         spec.row_count = mirror.num_rows
         request = types_pb2.AllocateRequest(session_id=mirror.id, spec=spec)
         session = links.ask_front("Allocate", request).session
+        if session.epoch > 1:  # it has gone on elsewhere, and was not ours to release
+            links.lease.taken = True
+            raise StaleEpoch(
+                f"the session is at epoch {session.epoch}, this holder at {mirror.epoch}",
+                epoch=session.epoch,
+            )
         mirror.reset()
         mirror.epoch, mirror.last_step = session.epoch, session.step
         mirror.extents, mirror.spares = adopt(
@@ -238,9 +251,19 @@ class Changes:
         )
         links.follow_extents()
 
+    def _tell_front(self) -> None:
+        """Let the manager see that the session goes on without what may come back.
+
+        It would hear of it anyway, with the next heartbeat, if the worker lives that long.
+        """
+        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
+        with suppress(KVServiceError):
+            self._links.ask_front("GetSession", request, timeout_s=TELL_TIMEOUT_S)
+
     def _is_released(self) -> bool:
         """Release what is left by the session's id; return whether that is certain."""
-        release = types_pb2.ReleaseRequest(session_ids=[self._mirror.id])
+        mirror = self._mirror
+        release = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
         timeout_s = self._links.connections.config.detection_s
         try:
             self._links.ask_front("Release", release, timeout_s=timeout_s)

@@ -51,6 +51,8 @@ class Lease:
         due_at: When to renew, in the clock's monotonic seconds. Every call moves it on.
         open: Whether there is something to renew and to release.
         taken: Somebody else has attached to the session: it is theirs to renew and to release.
+        epoch: The owner's: whoever has attached since is at a later one, and is not to be
+            released. 0: nobody else knows of the session.
     """
 
     session_id: str
@@ -59,6 +61,7 @@ class Lease:
     due_at: float
     open: bool = True
     taken: bool = False
+    epoch: int = 0
     capabilities: dict[str, bytes] = field(default_factory=dict, repr=False)
     capabilities_due_at: float = math.inf
 
@@ -194,7 +197,9 @@ class Leases:
         for address, batch in _batches(leases):
             ids = [lease.session_id for lease in batch]
             request = types_pb2.ReleaseRequest(
-                session_ids=ids, capabilities=_capabilities(address, batch)
+                session_ids=ids,
+                capabilities=_capabilities(address, batch),
+                epochs=[lease.epoch for lease in batch],
             )
             try:
                 self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)

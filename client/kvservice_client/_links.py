@@ -123,7 +123,7 @@ class Links:
         mirror = self._mirror
         while mirror.spares and len(mirror.extents) + len(mirror.spares) > mirror.spec.spread:
             extent = mirror.spares[-1]
-            request = types_pb2.ReleaseRequest(session_ids=[mirror.id])
+            request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
             try:
                 self.unary(extent, "Release", request)
             except KVServiceError:
@@ -143,7 +143,7 @@ class Links:
     def follow_extents(self) -> None:
         """Renew and release the session where it is now."""
         everywhere = self._mirror.everywhere
-        self.lease.session_id = self._mirror.id
+        self.lease.session_id, self.lease.epoch = self._mirror.id, self._mirror.epoch
         self.lease.addresses = tuple(extent.address for extent in everywhere)
         issued = {extent.address: extent.capability for extent in everywhere}
         self.lease.entitled(issued, self.connections.clock.monotonic())

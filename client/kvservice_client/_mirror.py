@@ -251,6 +251,11 @@ class Mirror:
         """How many extents and spares are known to be lost."""
         return sum(extent.lost for extent in (*self.extents, *self.spares))
 
+    @property
+    def num_given_up(self) -> int:
+        """How many of those may come back with what they hold: nobody has taken their place."""
+        return sum(one.lost and not one.replaced for one in (*self.extents, *self.spares))
+
     def miss(self, starts: Lengths) -> None:
         """Note that what nobody knows any more is gone: each row's positions from `starts` on."""
         below = sum(any(map(int.__lt__, one.starts, starts)) for one in self.extents)

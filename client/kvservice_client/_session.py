@@ -436,7 +436,7 @@ class Session:
                 extent.close_stream()
             if self._lease.taken:
                 return
-            request = types_pb2.ReleaseRequest(session_ids=[self.id])
+            request = types_pb2.ReleaseRequest(session_ids=[self.id], epochs=[self.epoch])
             failures: list[KVServiceError] = []
             for extent in self._mirror.everywhere:
                 try:

@@ -7,17 +7,25 @@ A worker is dead by certain knowledge (another life of it has come, or its super
 by presumption: nobody has heard it for `dead_after_s`, or its heartbeats have ended and its address
 refuses connections. One that was only presumed dead is welcome with all that it holds as soon as
 it is heard again; until then nothing is placed on it.
+
+What such a worker comes back with may have been left behind: the session went on without it, at
+later epochs. So the directory remembers the latest epoch that it has heard of each session, for as
+long as anybody holds it and one ttl longer.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from itertools import islice
+from typing import Final, NamedTuple
 
+from kvservice.core.epochs import Latest, LatestEpochs
 from kvservice.core.errors import StaleWorker, WorkerNotFound
+from kvservice.core.extents import is_left_behind
 from kvservice.core.lease import LeaseTable
 
 SessionKey = tuple[str, str]  # tenant, session id
@@ -27,6 +35,7 @@ SUSPECT_AFTER_S: Final = 2.0
 DEAD_AFTER_S: Final = 3.5
 REFUSING_FOR_S: Final = 0.2
 REMEMBERED_INCARNATIONS: Final = 16
+MAX_LEFT_BEHIND: Final = 4000  # sessions that a worker is told of at once
 
 
 class WorkerState(Enum):
@@ -36,6 +45,14 @@ class WorkerState(Enum):
     SUSPECT = "suspect"
     DEAD = "dead"
     DRAINING = "draining"
+
+
+class Report(NamedTuple):
+    """What a worker says of a session that it holds."""
+
+    key: SessionKey
+    ttl_s: float
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +95,8 @@ class _Worker:
     dead: bool = False
     drain_by: float | None = None  # it is to leave, then at the latest
     restarts: int = 0
-    sessions: dict[SessionKey, float] = field(default_factory=dict)  # key -> ttl_s
+    sessions: dict[SessionKey, Report] = field(default_factory=dict)
+    left_behind: dict[SessionKey, float] = field(default_factory=dict)  # key -> since when
 
 
 class Directory:
@@ -88,6 +106,9 @@ class Directory:
       1. A session lists a worker if, and only if, the worker lists the session.
       2. Every worker that a session lists is registered, and not known to be dead.
       3. A session that is lost altogether is listed by nobody, and will be forgotten.
+      4. The latest epoch of every session that is listed is known, and no part is beyond it. That
+         of one that is not listed will be forgotten.
+      5. A worker lists what it has left behind.
     """
 
     def __init__(
@@ -100,13 +121,12 @@ class Directory:
         self._replaced: dict[str, deque[str]] = {}
         self._left: set[str] = set()  # workers that were drained, and have not come back
         self._lost: LeaseTable[SessionKey] = LeaseTable()  # until when it is remembered
+        self._epochs: LatestEpochs[SessionKey] = LatestEpochs()
 
     # What workers say
 
-    def register(
-        self, record: WorkerRecord, sessions: Iterable[tuple[SessionKey, float]], now: float
-    ) -> None:
-        """Take a worker in, with the sessions that it holds now and the ttl of each.
+    def register(self, record: WorkerRecord, sessions: Iterable[Report], now: float) -> None:
+        """Take a worker in, with the sessions that it holds now.
 
         Another incarnation of the same worker is replaced: what that held is lost.
 
@@ -120,20 +140,20 @@ class Directory:
             self.bury(record.worker_id, known.record.incarnation, now)
         elif known is not None:
             for key in list(known.sessions):
-                self._forget(key, record.worker_id)
+                self._forget(key, record.worker_id, now)
         worker = self._workers[record.worker_id] = _Worker(record, now)
         self._left.discard(record.worker_id)
         if known is not None and known.record.incarnation == record.incarnation:
             worker.drain_by, worker.restarts = known.drain_by, known.restarts
         elif known is not None:
             worker.restarts = known.restarts + 1
-        for key, ttl_s in sessions:
-            self.note(key, record.worker_id, ttl_s)
+        for report in sessions:
+            self._heard(report, record, now)
 
     def heartbeat(
         self,
         record: WorkerRecord,
-        changed: Iterable[tuple[SessionKey, float]],
+        changed: Iterable[Report],
         ended: Iterable[SessionKey],
         now: float,
     ) -> None:
@@ -151,12 +171,13 @@ class Directory:
         worker.record, worker.heard_at = record, now
         worker.cut_off, worker.refusing_since, worker.presumed_dead = False, None, False
         for key in ended:
-            self.end(key, record.worker_id)
+            self.end(key, record.worker_id, now)
         # After those that have ended: one that is in both has ended and begun again.
-        for key, ttl_s in changed:
-            self.note(key, record.worker_id, ttl_s)
+        for report in changed:
+            self._heard(report, record, now)
         for key in self._lost.expired(now):
             self._lost.revoke(key)
+        self._epochs.expire(now)
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         """Note that a worker's connection has broken: it is suspect until it is heard again."""
@@ -192,11 +213,11 @@ class Directory:
             worker.dead = True
             replaced = self._replaced.setdefault(worker_id, deque(maxlen=REMEMBERED_INCARNATIONS))
             replaced.append(incarnation)
-            for key, ttl_s in list(worker.sessions.items()):
-                self._forget(key, worker_id)
+            for key, report in list(worker.sessions.items()):
+                self._forget(key, worker_id, now)
                 if key not in self._holders:
                     self.settle(key)
-                    self._lost.grant(key, now + ttl_s)
+                    self._lost.grant(key, now + report.ttl_s)
 
     # Leaving
 
@@ -243,18 +264,66 @@ class Directory:
 
     # Sessions
 
-    def note(self, key: SessionKey, worker_id: str, ttl_s: float) -> None:
+    def note(self, report: Report, worker_id: str, now: float) -> None:
         """Note that a worker holds a session. Of unknown and dead workers nothing is noted."""
         worker = self._workers.get(worker_id)
-        if worker is not None and not worker.dead:
-            worker.sessions[key] = ttl_s
-            self._holders.setdefault(key, {})[worker_id] = None
-            self.settle(key)
+        if worker is None or worker.dead:
+            return
+        key = report.key
+        worker.sessions[key] = report
+        self._holders.setdefault(key, {})[worker_id] = None
+        self.settle(key)
+        latest = self._epochs.heard(key, report.epoch, worker.record.incarnation)
+        for other_id in self._holders[key]:
+            other = self._workers[other_id]
+            if other.sessions[key].epoch == latest:
+                other.left_behind.pop(key, None)
+            elif is_left_behind(other.sessions[key].epoch, latest):
+                other.left_behind.setdefault(key, now)
 
-    def end(self, key: SessionKey, worker_id: str) -> None:
+    def end(self, key: SessionKey, worker_id: str, now: float) -> None:
         """Note that a worker does not hold a session any more."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._epochs.ended(key, worker.record.incarnation)
         if worker_id in self._holders.get(key, ()):
-            self._forget(key, worker_id)
+            self._forget(key, worker_id, now)
+
+    def begin(self, key: SessionKey) -> None:
+        """Note that a session is opened anew: whatever there was by this id is of the past."""
+        self.settle(key)
+        self._epochs.begin(key)
+        for worker_id in self.holders(key):
+            worker = self._workers[worker_id]
+            worker.left_behind.pop(key, None)
+            self._epochs.heard(key, worker.sessions[key].epoch, worker.record.incarnation)
+
+    def latest(self, key: SessionKey, now: float) -> Latest | None:
+        """Return the latest epoch that was heard of a session, within its last ttl."""
+        return self._epochs.get(key, now)
+
+    def give_up(self, key: SessionKey, now: float) -> None:
+        """Note that nobody waits any more for those who hold the latest of a session.
+
+        If nobody holds that, the earlier parts are left behind, and told so.
+        """
+        latest = self._epochs.get(key, now)
+        holders = [self._workers[worker_id] for worker_id in self.holders(key)]
+        if latest is not None and all(one.sessions[key].epoch < latest.epoch for one in holders):
+            for worker in holders:
+                worker.left_behind.setdefault(key, now)
+
+    def left_behind(self, worker_id: str, now: float) -> list[tuple[SessionKey, int]]:
+        """Return what a worker may free, and up to which epoch, as it was when last heard of.
+
+        A while after it was found out: what has ended and begun again has been told apart by then.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return []
+        since = now - self._dead_after_s
+        told = (key for key, found_at in worker.left_behind.items() if found_at <= since)
+        return [(key, worker.sessions[key].epoch) for key in islice(told, MAX_LEFT_BEHIND)]
 
     def holders(self, key: SessionKey) -> list[str]:
         """Return the workers that hold a session, in the order in which they came to it.
@@ -322,17 +391,36 @@ class Directory:
         assert not any(worker.dead and worker.sessions for worker in self._workers.values())
         assert not any(key in self._lost for key in self._holders), "held, and lost"
         self._lost.check()
+        for key, holders in self._holders.items():
+            epochs = [self._workers[worker_id].sessions[key].epoch for worker_id in holders]
+            latest = self._epochs.get(key, math.inf)
+            assert latest is not None, "an epoch is forgotten"
+            assert max(epochs) <= latest.epoch, "beyond the latest epoch"
+        self._epochs.check(self._holders.keys())
+        assert all(w.left_behind.keys() <= w.sessions.keys() for w in self._workers.values())
 
     def _find(self, worker_id: str, incarnation: str) -> _Worker | None:
         worker = self._workers.get(worker_id)
         return worker if worker is not None and worker.record.incarnation == incarnation else None
 
-    def _forget(self, key: SessionKey, worker_id: str) -> None:
-        self._workers[worker_id].sessions.pop(key, None)
-        holders = self._holders.get(key, {})
-        holders.pop(worker_id, None)
+    def _heard(self, report: Report, record: WorkerRecord, now: float) -> None:
+        """Take a worker's own word, which comes in order: a lower epoch is a new beginning."""
+        begins = self._epochs.begins_anew(report.key, report.epoch, record.incarnation)
+        self.note(report, record.worker_id, now)
+        if begins:
+            self.begin(report.key)
+            self.note(report, record.worker_id, now)
+
+    def _forget(self, key: SessionKey, worker_id: str, now: float) -> None:
+        """Strike a worker, which holds the session, from its holders."""
+        worker = self._workers[worker_id]
+        report = worker.sessions.pop(key)
+        worker.left_behind.pop(key, None)
+        holders = self._holders[key]
+        del holders[worker_id]
         if not holders:
-            self._holders.pop(key, None)
+            del self._holders[key]
+            self._epochs.forget_at(key, now + report.ttl_s)
 
     def _state(self, worker: _Worker, now: float) -> WorkerState:
         silent_s = now - worker.heard_at

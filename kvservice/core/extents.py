@@ -152,6 +152,15 @@ def current(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
     return newest if find_loss(newest) is None else list(infos)
 
 
+def is_left_behind(epoch: int, latest: int) -> bool:
+    """Whether a part at an epoch is none of a session any more of which another is known.
+
+    One epoch behind may be a change that is half done; nobody gets two ahead of a worker that the
+    session still needs.
+    """
+    return epoch <= latest - 2
+
+
 def _newest(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
     epoch = max((info.epoch for info in infos), default=0)
     return [info for info in infos if info.epoch == epoch]

@@ -15,6 +15,7 @@ from kvservice.clock import Clock
 from kvservice.core.caller import ANONYMOUS, Caller
 from kvservice.core.directory import (
     Directory,
+    Report,
     SessionKey,
     WorkerRecord,
     WorkerState,
@@ -34,6 +35,7 @@ from kvservice.core.extents import (
     current,
     find_loss,
     in_order,
+    is_left_behind,
     merge_sessions,
     pages_lost,
 )
@@ -135,15 +137,16 @@ class Routes:
     def heartbeat(
         self,
         record: WorkerRecord,
-        changed: Iterable[tuple[SessionKey, float]],
+        changed: Iterable[Report],
         ended: Iterable[SessionKey],
         *,
         first: bool,
-    ) -> float | None:
+    ) -> tuple[float | None, list[tuple[SessionKey, int]]]:
         """Take a heartbeat; the first of a stream registers. Raises StaleWorker.
 
         Returns:
-            Within how many seconds the worker is to leave; None: it is not to.
+            Within how many seconds the worker is to leave; None: it is not to. And what it is to
+            free of sessions that have left it behind, each up to which epoch.
         """
         with self._lock:
             now = self._clock.monotonic()
@@ -154,7 +157,8 @@ class Routes:
             else:
                 self._directory.heartbeat(record, changed, ended, now)
             leave_by = self._directory.leave_by(record.worker_id)
-        return None if leave_by is None else max(0.0, leave_by - now)
+            left_behind = self._directory.left_behind(record.worker_id, now)
+        return None if leave_by is None else max(0.0, leave_by - now), left_behind
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
@@ -209,14 +213,30 @@ class Routes:
     def note(self, key: SessionKey, parts: Sequence[Part], *, settle: bool = False) -> None:
         """Note who holds a session; `settle`: anew, whatever was lost of one of that id."""
         with self._lock:
+            now = self._clock.monotonic()
             if settle:
-                self._directory.settle(key)
+                self._directory.begin(key)
             for part in parts:
-                self._directory.note(key, part.worker_id, part.info.spec.ttl_s)
+                record = self._directory.find_worker(part.worker_id)
+                if record is None or record.incarnation != part.info.extents[0].incarnation:
+                    continue  # another life has begun before this answer came
+                report = Report(key, part.info.spec.ttl_s, part.info.epoch)
+                self._directory.note(report, part.worker_id, now)
 
     def end(self, key: SessionKey, worker_id: str) -> None:
         with self._lock:
-            self._directory.end(key, worker_id)
+            self._directory.end(key, worker_id, self._clock.monotonic())
+
+    def is_beyond(self, key: SessionKey, epoch: int) -> bool:
+        """Whether a session was heard to be at a later epoch."""
+        with self._lock:
+            latest = self._directory.latest(key, self._clock.monotonic())
+        return latest is not None and latest.epoch > epoch
+
+    def give_up(self, key: SessionKey) -> None:
+        """Let those go who hold parts of a session that is lost, if those are all too old."""
+        with self._lock:
+            self._directory.give_up(key, self._clock.monotonic())
 
     def settle(self, keys: Iterable[SessionKey]) -> None:
         with self._lock:
@@ -391,13 +411,13 @@ class Routes:
         """
         asked: dict[str, SessionInfo | None] = {}
         self._ask_where(key, self.holders(key), caller, asked)
-        if self._find_loss(asked) is not None or not any(asked.values()):
+        found = self._not_left_behind(key, asked)
+        if not found or find_loss(list(found.values())) is not None:
             self._ask_where(key, self.reachable(), caller, asked)
-        found = {worker_id: info for worker_id, info in asked.items() if info is not None}
-        self.note(key, [Part(worker_id, info) for worker_id, info in found.items()])
+            found = self._not_left_behind(key, asked)
         if not found:
             raise self._not_found(key)
-        loss = self._find_loss(asked)
+        loss = find_loss(list(found.values()))
         if loss is not None and (keep_at_most is None or keep_at_most > loss.position):
             raise self._lost(loss)
         mine = current(list(found.values()))
@@ -433,8 +453,27 @@ class Routes:
             elif not self.is_dead(worker_id):
                 raise answer
 
-    def _find_loss(self, asked: Mapping[str, SessionInfo | None]) -> Loss | None:
-        return find_loss([info for info in asked.values() if info is not None])
+    def _not_left_behind(
+        self, key: SessionKey, asked: Mapping[str, SessionInfo | None]
+    ) -> dict[str, SessionInfo]:
+        """Return what workers hold of a session, as far as it can belong to it still.
+
+        If nobody has the latest epoch that was heard of, and he who has said so is not there to
+        take it back, what others have is of before.
+        """
+        found = {worker_id: info for worker_id, info in asked.items() if info is not None}
+        self.note(key, [Part(worker_id, info) for worker_id, info in found.items()])
+        with self._lock:
+            latest = self._directory.latest(key, self._clock.monotonic())
+        newest = max((info.epoch for info in found.values()), default=0)
+        lives = {info.extents[0].incarnation for info in found.values()}
+        if latest is not None and newest < latest.epoch and latest.incarnation not in lives:
+            return {}
+        return {
+            worker_id: info
+            for worker_id, info in found.items()
+            if not is_left_behind(info.epoch, newest)
+        }
 
     def _not_found(self, key: SessionKey) -> KVServiceError:
         """Return the error for a session that no worker has which can be asked."""

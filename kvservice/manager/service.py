@@ -182,7 +182,7 @@ class PageManager:
         try:
             parts = self._routes.parts(key, caller)
         except PagesLost:  # of what is left it can be said how much still holds
-            parts = self._routes.parts(key, caller, keep_at_most=0)
+            parts = self._what_holds(key, caller)
         for part in parts:
             part.info.check_padding_listed()  # before the first of them changes
         epoch = min(part.info.epoch for part in parts)
@@ -202,6 +202,18 @@ class PageManager:
             taken = self._attach(ahead, ahead[0].info.epoch, request, caller)
         return types_pb2.AttachResponse(session=_what_is_left(taken))
 
+    def _what_holds(self, key: tuple[str, str], caller: Caller) -> list[Part]:
+        """Return what is left of a session that is to be taken over.
+
+        Raises:
+            PagesLost: Nothing. Who still has something of before may free it.
+        """
+        try:
+            return self._routes.parts(key, caller, keep_at_most=0)
+        except PagesLost:
+            self._routes.give_up(key)
+            raise
+
     def _attach(
         self, parts: Sequence[Part], epoch: int, request: types_pb2.AttachRequest, caller: Caller
     ) -> list[Part]:
@@ -210,6 +222,7 @@ class PageManager:
             forwarded = copy_of(request, epoch=epoch)
             answer = self._routes.ask(part.worker_id, "Attach", forwarded, caller)
             taken.append(Part(part.worker_id, session_from_pb(answer.session)))
+            self._routes.note((caller.tenant, request.session_id), taken[-1:])
         return taken
 
     def _same_for_all(
@@ -236,6 +249,7 @@ class PageManager:
         for worker_id, request in requests.items():
             answer = self._routes.ask(worker_id, method, request, caller)
             parts.append(Part(worker_id, session_from_pb(answer.session)))
+            self._routes.note((caller.tenant, request.session_id), parts[-1:])
             self._routes.passed("manager.change.partly_applied")
         return merged(parts)
 
@@ -244,17 +258,24 @@ class PageManager:
     def release(
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
-        ids = convert.session_ids_from_pb(request.session_ids)
+        epochs = convert.release_from_pb(request)
+        # Whoever takes a session over does so here.
+        stay = {
+            session_id
+            for session_id, epoch in epochs.items()
+            if epoch and self._routes.is_beyond((caller.tenant, session_id), epoch)
+        }
         released = 0
-        for worker_id, mine in self._by_worker(ids, caller).items():
+        for worker_id, mine in self._by_worker(epochs, caller).items():
             if self._routes.is_dead(worker_id):
                 continue  # what it holds, should it come back, ends with the lease
-            asked = types_pb2.ReleaseRequest(session_ids=mine)
+            asked = types_pb2.ReleaseRequest(session_ids=mine, epochs=[epochs[one] for one in mine])
             released += self._routes.ask(worker_id, "Release", asked, caller).released_count
             for session_id in mine:
-                self._routes.end((caller.tenant, session_id), worker_id)
-        self._routes.settle((caller.tenant, session_id) for session_id in ids)
-        return types_pb2.ReleaseResponse(released_count=min(released, len(ids)))
+                if session_id not in stay:
+                    self._routes.end((caller.tenant, session_id), worker_id)
+        self._routes.settle((caller.tenant, one) for one in epochs if one not in stay)
+        return types_pb2.ReleaseResponse(released_count=min(released, len(epochs)))
 
     def renew_lease(
         self, request: types_pb2.RenewLeaseRequest, caller: Caller
@@ -390,7 +411,7 @@ class PageManager:
         """
         del caller
         record = convert.record_from_pb(request.worker)
-        leave_in_s = self._routes.heartbeat(
+        leave_in_s, left_behind = self._routes.heartbeat(
             record,
             [convert.report_from_pb(report) for report in request.sessions],
             [_key(report) for report in request.ended_sessions],
@@ -402,7 +423,10 @@ class PageManager:
                 self._take_over.registered(
                     request.known_manager, len(self.workers()), self._clock.monotonic()
                 )
-        response = manager_pb2.HeartbeatResponse(manager_incarnation=self.incarnation)
+        response = manager_pb2.HeartbeatResponse(
+            manager_incarnation=self.incarnation,
+            left_behind=[convert.left_behind_to_pb(*one) for one in left_behind],
+        )
         if request.leaving:
             self._routes.leave(record.worker_id, record.incarnation)
         elif leave_in_s is not None:

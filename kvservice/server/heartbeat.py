@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, Protocol
 
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
@@ -23,6 +23,8 @@ class Reporting(Protocol):
         self, cursor: int
     ) -> tuple[int, list[tuple[str, SessionInfo]], list[EndedSession]]: ...
 
+    def release(self, tenant: str, session_ids: Mapping[str, int]) -> int: ...
+
 
 class HeartbeatSource:
     """Makes the messages of one stream after the other. Not thread-safe."""
@@ -40,9 +42,16 @@ class HeartbeatSource:
         self._cursor = 0
         self._known_manager = ""
 
-    def answered(self, manager_incarnation: str) -> None:
-        """Note who has answered, to be told to whoever comes after it."""
-        self._known_manager = manager_incarnation
+    def answered(self, answer: manager_pb2.HeartbeatResponse) -> None:
+        """Note who has answered, to be told to whoever comes after it; free what was left behind.
+
+        An answer may be late: what has gone on here meanwhile stays.
+        """
+        self._known_manager = answer.manager_incarnation
+        for report in answer.left_behind:
+            if report.session.epoch > 0:
+                epochs = {report.session.session_id: report.session.epoch}
+                self._worker.release(report.tenant, epochs)
 
     def farewell(self) -> manager_pb2.HeartbeatRequest:
         """Return the last message of a worker that leaves."""

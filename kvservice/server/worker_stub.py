@@ -204,7 +204,7 @@ class HeartbeatLoop:
         if not self._answered:
             LOG.info("registered with the manager at %s", self._address)
         self._answered = True
-        self._source.answered(answer.manager_incarnation)
+        self._source.answered(answer)
         if answer.HasField("drain"):
             self._drain(seconds_from_pb(answer.drain, "drain"))
 

@@ -109,9 +109,11 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., known_manager: _Optional[str] = ..., leaving: bool = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("manager_incarnation", "drain")
+    __slots__ = ("manager_incarnation", "drain", "left_behind")
     MANAGER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
     manager_incarnation: str
     drain: _duration_pb2.Duration
-    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    left_behind: _containers.RepeatedCompositeFieldContainer[SessionReport]
+    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., left_behind: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ...) -> None: ...

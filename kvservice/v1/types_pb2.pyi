@@ -378,12 +378,14 @@ class AttachResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_ids", "capabilities")
+    __slots__ = ("session_ids", "capabilities", "epochs")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     capabilities: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    epochs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("released_count",)

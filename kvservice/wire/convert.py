@@ -16,7 +16,13 @@ from typing import Final
 from google.protobuf import duration_pb2
 
 from kvservice.core import session as core
-from kvservice.core.directory import SessionKey, WorkerRecord, WorkerState, WorkerView
+from kvservice.core.directory import (
+    Report,
+    SessionKey,
+    WorkerRecord,
+    WorkerState,
+    WorkerView,
+)
 from kvservice.core.distribution import Distribution
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.geometry import (
@@ -59,6 +65,22 @@ def session_ids_from_pb(values: Iterable[str]) -> list[str]:
     if not 1 <= len(ids) <= 10_000:
         raise InvalidRequest(f"session_ids must be 1 to 10000, got {len(ids)}")
     return [session_id_from_pb(value) for value in ids]
+
+
+def release_from_pb(pb: types_pb2.ReleaseRequest) -> dict[str, int]:
+    """Return the ids of sessions to release, each with the epoch up to which; 0: any."""
+    ids = session_ids_from_pb(pb.session_ids)
+    if not pb.epochs:
+        return dict.fromkeys(ids, 0)
+    if len(pb.epochs) != len(pb.session_ids):
+        raise InvalidRequest(
+            f"epochs must be one for each of {len(pb.session_ids)} ids, got {len(pb.epochs)}"
+        )
+    epochs: dict[str, int] = {}
+    for session_id, epoch in zip(pb.session_ids, not_negative(pb.epochs, "epochs"), strict=True):
+        former = epochs.get(session_id, epoch)
+        epochs[session_id] = max(former, epoch) if former and epoch else 0
+    return epochs
 
 
 def list_size_from_pb(pb: types_pb2.ListSessionsRequest) -> int:
@@ -380,9 +402,16 @@ def record_to_pb(stats: core.WorkerStats, metrics_address: str) -> manager_pb2.W
     )
 
 
-def report_from_pb(pb: manager_pb2.SessionReport) -> tuple[SessionKey, float]:
-    """Return key and ttl of a session that a worker reports."""
-    return (pb.tenant, pb.session.session_id), seconds_from_pb(pb.session.spec.ttl, "ttl")
+def report_from_pb(pb: manager_pb2.SessionReport) -> Report:
+    """Return what a worker reports of a session that it holds."""
+    key = (pb.tenant, pb.session.session_id)
+    return Report(key, seconds_from_pb(pb.session.spec.ttl, "ttl"), pb.session.epoch)
+
+
+def left_behind_to_pb(key: SessionKey, epoch: int) -> manager_pb2.SessionReport:
+    """Return what a worker is told of a session to be freed, unless at a later epoch."""
+    session = types_pb2.Session(session_id=key[1], epoch=epoch)
+    return manager_pb2.SessionReport(tenant=key[0], session=session)
 
 
 def report_to_pb(tenant: str, info: core.SessionInfo) -> manager_pb2.SessionReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,6 +33,10 @@ T = TypeVar("T")
 
 class Replaced(Exception):
     """Somebody else has the session: this decoder is of no more use."""
+
+
+class Ended(Exception):
+    """The process ends, as one does that knows of nothing: its sessions are given back."""
 
 
 class WrongTokens(AssertionError):
@@ -91,19 +95,24 @@ class Decoder:
         num_layers: int,
         num_ops: int,
         story: Story | None = None,
+        spreads: Sequence[int] = (1,),
+        rests: Sequence[float] = (0.5,),
         on_done: Callable[[], None],
-        may_fail: Callable[[], bool],
+        may_fail: Callable[[KVServiceError], bool],
     ) -> None:
         self.process = process
         self.loop = process.loop
         self.rng = process.loop.rng
         self.num_layers = num_layers
         self.num_ops = num_ops
+        self.spreads = spreads
+        self.rests = rests
         self.story = story or Story("", [], num_layers)
         self.session: Session | None = None
         self.state = empty(num_layers, 1)
         self.kept: list[Session] = []  # so that no finalizer runs at a time of its own
         self.replaced = False  # by another decoder, which goes on with the session
+        self.ends_unaware = False  # of that, where it has not been told yet
         self._on_done = on_done
         self._may_fail = may_fail
 
@@ -116,6 +125,8 @@ class Decoder:
             self._run()
         except Replaced:
             self._leave()
+        except Ended:
+            self._end()
         else:
             if not self.replaced:  # while it was giving its sessions back
                 self._on_done()
@@ -245,11 +256,13 @@ class Decoder:
             raise WrongTokens("what is read is not what was stored")
 
     def idle(self) -> None:
-        self.loop.sleep(self.process, self.rng.choice([0.5, 2.0, TTL_S + 2.0]))
+        self.loop.sleep(self.process, self.rng.choice(self.rests))
 
     def _think(self) -> None:
         """Take time, so that what happens to others happens meanwhile."""
         self.loop.sleep(self.process, self.rng.choice([0.0, 0.05, 0.3, 0.8]))
+        if self.ends_unaware:
+            raise Ended
 
     # -- after errors
 
@@ -346,7 +359,7 @@ class Decoder:
 
     def _open(self, num_rows: int) -> None:
         """Open a session, as soon as somebody has room."""
-        spread = min(self.rng.choice([1, 1, 2]), self.process.num_workers)
+        spread = min(self.rng.choice(self.spreads), self.process.num_workers)
         layers = [LayerGeometry(1, DIM, DIM, DType.FLOAT32)] * self.num_layers
         for _ in range(100):
             try:
@@ -456,7 +469,7 @@ class Decoder:
         self.story.errors.append(error.reason)
         if isinstance(error, CapacityError):
             return  # small workers are full now and then
-        assert self._may_fail(), f"an error without a cause: {error.reason}: {error}"
+        assert self._may_fail(error), f"an error without a cause: {error.reason}: {error}"
 
 
 def _same(stored: State, expected: State) -> bool:

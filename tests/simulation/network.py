@@ -68,6 +68,7 @@ class Network:
     weather: Weather = field(default_factory=Weather)
     servers: dict[str, Server] = field(default_factory=dict)
     cuts: set[frozenset[str]] = field(default_factory=set)
+    refusing: set[str] = field(default_factory=set)  # addresses that take no connection
     waiting: list[Call] = field(default_factory=list)
 
     def is_cut(self, one: str, other: str) -> bool:
@@ -145,7 +146,7 @@ class Network:
     ) -> Callable[[], None]:
         def arrive() -> None:
             server = self.servers.get(address)
-            if server is None or not server.process.alive:
+            if server is None or not server.process.alive or address in self.refusing:
                 self.loop.later(0.0005, lambda: call.settle(Unavailable("connection refused")))
                 return
             call.server = server.process

@@ -10,10 +10,11 @@ from itertools import combinations
 
 import torch
 
+from kvservice.core.errors import KVServiceError, SessionNotFound
 from tests.simulation.decoder import Decoder, Story
 from tests.simulation.loop import Loop
 from tests.simulation.network import Weather
-from tests.simulation.world import MANAGER, TTL_S, SimClient, World
+from tests.simulation.world import MANAGER, TTL_S, SimClient, SimWorker, World
 
 PAGE_BYTES = 2 * 2 * 2 * 4  # 2 tokens of K and V, 2 float32 each, in one layer
 CALM = Weather()
@@ -39,11 +40,18 @@ class Scenario:
         rng = self.rng = self.loop.rng
         self.seed = seed
         self.calm = rng.random() < 0.1
+        # Nothing but decoders is at fault, or a worker comes back to where it is no more needed.
+        # The latter alone: nobody can tell if the manager and all that know better go as well.
+        kind = rng.random()
+        self.peaceful = not self.calm and kind < 0.1
+        self.haunted = not self.calm and 0.1 <= kind < 0.25
         self.faults: list[str] = []
         self.num_layers = rng.choice([1, 1, 2])
         pages = rng.choice([6, 10, 16, 100]) * self.num_layers
         self.world = World(
-            self.loop, num_workers=rng.choice([1, 2, 2, 3]), memory_bytes=pages * PAGE_BYTES * 2
+            self.loop,
+            num_workers=rng.choice([2, 3] if self.haunted else [1, 2, 2, 3]),
+            memory_bytes=pages * PAGE_BYTES * 2,
         )
         self.open_decoders = 0
         self.healing = False
@@ -56,13 +64,17 @@ class Scenario:
         for _ in range(rng.choice([1, 1, 2])):
             client = self.world.start_client()
             for _ in range(rng.choice([1, 1, 2])):
-                self._begin(client, num_ops=rng.randint(6, 14), story=None)
+                num_ops = rng.randint(20, 30) if self.haunted else rng.randint(6, 14)
+                self._begin(client, num_ops=num_ops, story=None)
         if not self.calm:
-            if rng.random() < 0.3:
+            if rng.random() < 0.3 and not self.peaceful and not self.haunted:
                 self._storm()
             for _ in range(rng.randint(1, 4)):
-                loop.later(rng.uniform(0.0, 5.0), self._fault)
-        loop.later(rng.uniform(5.0, 12.0), self._heal)
+                fault = self._fault
+                if self.peaceful or self.haunted:
+                    fault = self._replace_client if self.peaceful else self._outlive
+                loop.later(rng.uniform(0.0, 5.0), fault)
+        loop.later(rng.uniform(12.0, 16.0) if self.haunted else rng.uniform(5.0, 12.0), self._heal)
         loop.run(self._is_done, 400.0)
         self._finish()
         return Report(self.seed, loop.trace, loop.num_events, self.faults, loop.log)
@@ -80,13 +92,19 @@ class Scenario:
             num_layers=self.num_layers,
             num_ops=num_ops,
             story=story,
+            spreads=[2] if self.haunted else [1, 1, 2],
+            rests=[0.5] if self.haunted else [0.5, 2.0, TTL_S + 2.0],
             on_done=done,
-            may_fail=lambda: not self.calm,
+            may_fail=self._may_fail,
         )
         decoders = client.decoders
         decoders.append(decoder)
         self.open_decoders += 1
         client.run(decoder.run)
+
+    def _may_fail(self, error: KVServiceError) -> bool:
+        """Whether there is a cause: a decoder that is replaced ends nobody's session."""
+        return not (self.calm or (self.peaceful and isinstance(error, SessionNotFound)))
 
     # -- faults
 
@@ -175,14 +193,18 @@ class Scenario:
             story = decoder.story
             copied = Story(story.session_id, list(story.candidates), story.num_layers)
             self._begin(other, num_ops=decoder.num_ops + 2, story=copied)
-        self.loop.later(0.2, lambda: self._bring_back(client, list(other.decoders)))
+        self.loop.later(0.2, lambda: self._bring_back(client, left, list(other.decoders)))
 
-    def _bring_back(self, client: SimClient, successors: list[Decoder]) -> None:
+    def _bring_back(
+        self, client: SimClient, replaced: list[Decoder], successors: list[Decoder]
+    ) -> None:
         if all(decoder.holds_session for decoder in successors):
             self.hanging.remove(client)
+            for decoder in replaced:
+                decoder.ends_unaware = self.rng.random() < 0.5
             client.thaw()
         else:
-            self.loop.later(0.2, lambda: self._bring_back(client, successors))
+            self.loop.later(0.2, lambda: self._bring_back(client, replaced, successors))
 
     def _freeze(self) -> None:
         someone = self.rng.choice(
@@ -191,6 +213,52 @@ class Scenario:
         if someone.alive:
             self._note(f"freeze {someone.name}")
             someone.freeze(self.rng.choice([0.5, 3.0, 6.0, TTL_S + 4]))
+
+    def _outlive(self) -> None:
+        """Nobody reaches a worker, until a session has gone on without it. Then all others die,
+        and a decoder's process."""
+        network = self.world.network
+        for name, worker in self.world.workers.items():
+            held = {session.key for session in worker.worker._sessions.all()}
+            others = {
+                session.key
+                for other, one in self.world.workers.items()
+                for session in one.worker._sessions.all()
+                if other != name and one.alive
+            }
+            if held & others and not network.refusing:
+                self._note(f"isolate {name} until it is left behind")
+                network.refusing.add(name)
+                network.cuts.add(frozenset((name, MANAGER)))
+                self._look_behind(worker, self.loop.now + TTL_S)
+                return
+
+    def _look_behind(self, worker: SimWorker, until: float) -> None:
+        """Wait for a session to store tokens elsewhere that this worker knows nothing of."""
+        epochs = {session.key: session.epoch for session in worker.worker._sessions.all()}
+        gone_on = [
+            session
+            for one in self.world.workers.values()
+            for session in one.worker._sessions.all()
+            if one.alive and session.epoch > epochs.get(session.key, session.epoch)
+            if any(session.longest_of_all())
+        ]
+        if not gone_on and not self.healing and self.loop.now < until:
+            self.loop.later(0.1, lambda: self._look_behind(worker, until))
+            return
+        self.world.network.refusing.discard(worker.name)
+        self.world.network.cuts.discard(frozenset((worker.name, MANAGER)))
+        if gone_on:
+            self.loop.later(self.rng.uniform(0.0, 1.5), lambda: self._bereave(worker.name))
+
+    def _bereave(self, survivor: str) -> None:
+        for name, worker in self.world.workers.items():
+            if worker.alive and name != survivor and not self.healing:
+                self._note(f"crash {name}")
+                worker.crash()
+                self.loop.later(0.2, lambda name=name: self._restart(name))  # type: ignore[misc]
+        if not self.healing:
+            self._crash_client()
 
     def _partition(self) -> None:
         one, other = self.rng.choice(self._links())
@@ -241,6 +309,7 @@ class Scenario:
         self.healing = True
         self._clear_up()
         self.world.network.cuts.clear()
+        self.world.network.refusing.clear()
         for process in (*self.world.workers.values(), self.world.manager, *self.world.clients):
             if process not in self.hanging:
                 process.thaw()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from kvservice.core.directory import Directory
 from kvservice_client._mirror import Mirror
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.session_state import WorkerSession
@@ -24,7 +25,7 @@ from tests.simulation.scenario import run_seed
 ROOT: Final = Path(__file__).resolve().parents[2]
 CHUNK: Final = 25
 NUM_SEEDS: Final = int(os.environ.get("KVSERVICE_SEEDS", "250"))
-MUTANT_SEEDS: Final = 100
+MUTANT_SEEDS: Final = 250
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
@@ -87,6 +88,18 @@ def lost_without_a_word(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvservice.manager.service.find_loss", lambda infos: None)
 
 
+def old_parts_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Directory, "latest", lambda self, key, now: None)
+
+
+def any_release_counts(patch: pytest.MonkeyPatch) -> None:
+    def release(self: PageWorker, tenant: str, session_ids: Iterable[str]) -> int:
+        return original(self, tenant, list(session_ids))
+
+    original = PageWorker.release
+    patch.setattr(PageWorker, "release", release)
+
+
 MUTANTS: Final = (
     no_epoch_check,
     no_copy_on_write,
@@ -94,6 +107,8 @@ MUTANTS: Final = (
     nothing_expires,
     lost_without_a_word,
     no_new_id_for_a_haunted_session,
+    old_parts_count,
+    any_release_counts,
 )
 
 

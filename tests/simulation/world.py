@@ -209,9 +209,10 @@ class SimWorker(Process):
                 while True:
                     for message in self._source.messages():
                         self._last = message
-                        self._world.network.call(
+                        answer = self._world.network.call(
                             self, MANAGER, method, message, HEARTBEAT_TIMEOUT_S, ANONYMOUS
                         )
+                        self._source.answered(answer)
                         method, backoff_s = REPORT, 0.1
                     self.loop.sleep(self, HEARTBEAT_S)
             except KVServiceError as error:

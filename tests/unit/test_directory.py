@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvservice.core.directory import Directory, SessionKey, WorkerRecord, WorkerState
+from kvservice.core.directory import Directory, Report, SessionKey, WorkerRecord, WorkerState
 from kvservice.core.errors import StaleWorker, WorkerNotFound
 
 A: SessionKey = ("tenant", "a")
@@ -21,8 +21,8 @@ def record(
     return WorkerRecord(worker_id, incarnation, f"{worker_id}:1", "cpu", 100, 50, draining)
 
 
-def held(*keys: SessionKey) -> list[tuple[SessionKey, float]]:
-    return [(key, TTL_S) for key in keys]
+def held(*keys: SessionKey, epoch: int = 1) -> list[Report]:
+    return [Report(key, TTL_S, epoch) for key in keys]
 
 
 @pytest.fixture
@@ -197,13 +197,24 @@ class DirectoryMachine(RuleBasedStateMachine):
             self.holds[worker_id] = keys
             self.directory.register(self.record(worker_id), held(*keys), self.now)
 
-    @rule(worker_id=WORKERS, opened=st.sets(KEYS), ended=st.sets(KEYS))
-    def report(self, worker_id: str, opened: set[SessionKey], ended: set[SessionKey]) -> None:
+    @rule(worker_id=WORKERS, opened=st.sets(KEYS), ended=st.sets(KEYS), epoch=st.integers(1, 5))
+    def report(
+        self, worker_id: str, opened: set[SessionKey], ended: set[SessionKey], epoch: int
+    ) -> None:
         if worker_id in self.holds:
             holds = self.holds[worker_id]
             holds -= ended
             holds |= opened
-            self.directory.heartbeat(self.record(worker_id), held(*opened), ended, self.now)
+            reports = held(*opened, epoch=epoch)
+            self.directory.heartbeat(self.record(worker_id), reports, ended, self.now)
+
+    @rule(key=KEYS)
+    def begin_anew(self, key: SessionKey) -> None:
+        self.directory.begin(key)
+
+    @rule(key=KEYS)
+    def give_up(self, key: SessionKey) -> None:
+        self.directory.give_up(key, self.now)
 
     @rule(worker_id=WORKERS)
     def die(self, worker_id: str) -> None:
@@ -288,3 +299,64 @@ def test_only_workers_that_are_there_are_drained(directory: Directory) -> None:
     for worker_id in ("w1", "w9"):
         with pytest.raises(WorkerNotFound):
             directory.drain(worker_id, 9.0)
+
+
+def test_latest_epoch_outlives_who_has_said_it(directory: Directory) -> None:
+    """As long as anybody holds any of the session, and for one ttl more; then it is forgotten."""
+    directory.heartbeat(record("w1"), held(A, epoch=3), [], 1.0)
+    directory.bury("w1", "i0", 2.0)
+    latest = directory.latest(A, 900.0)
+    assert latest is not None
+    assert (latest.epoch, latest.incarnation) == (3, "i0")
+    directory.heartbeat(record("w0"), [], [A], 1000.0)
+    assert directory.latest(A, 1000.0 + TTL_S - 1) is not None
+    assert directory.latest(A, 1000.0 + TTL_S) is None
+    directory.heartbeat(record("w0"), [], [], 1001.0 + TTL_S)
+    directory.check()
+    assert not directory._epochs._latest
+
+
+def test_part_two_epochs_behind_is_to_go(directory: Directory) -> None:
+    """After a while, up to what it was when last heard of; one behind may be on its way."""
+    directory.heartbeat(record("w1"), held(A, epoch=2), [], 1.0)
+    assert directory.left_behind("w0", 9.0) == []
+    directory.heartbeat(record("w1"), held(A, epoch=3), [], 2.0)
+    assert directory.left_behind("w0", 5.0) == []
+    assert directory.left_behind("w0", 5.5) == [(A, 1)]
+    assert directory.left_behind("w1", 5.5) == []
+    directory.heartbeat(record("w0"), held(A, epoch=3), [], 6.0)
+    assert directory.left_behind("w0", 9.0) == []
+    directory.check()
+
+
+def test_part_one_epoch_behind_goes_once_it_is_given_up(directory: Directory) -> None:
+    """Not while somebody has the latest epoch, or may come back with it."""
+    directory.heartbeat(record("w1"), held(A, epoch=2), [], 1.0)
+    directory.give_up(A, 1.0)
+    assert directory.left_behind("w0", 9.0) == []
+    directory.bury("w1", "i0", 2.0)
+    directory.give_up(A, 2.0)
+    directory.heartbeat(record("w0"), held(A), [], 3.0)
+    assert directory.left_behind("w0", 5.5) == [(A, 1)]
+    directory.check()
+
+
+def test_session_begun_anew_has_no_past(directory: Directory) -> None:
+    """Whether it is told so, or hears from who had it that it has ended, and has another now."""
+    directory.heartbeat(record("w1"), held(A, epoch=5), [], 1.0)
+    directory.heartbeat(record("w1"), held(A), [], 2.0)
+    latest = directory.latest(A, 2.0)
+    assert latest is not None
+    assert latest.epoch == 5, "it may be late"
+    directory.heartbeat(record("w1"), held(A), [A], 3.0)
+    latest = directory.latest(A, 3.0)
+    assert latest is not None
+    assert latest.epoch == 1
+    assert directory.left_behind("w0", 99.0) == []
+    directory.heartbeat(record("w1"), held(A, epoch=5), [], 4.0)
+    directory.begin(A)
+    directory.heartbeat(record("w0"), [], [A], 5.0)
+    directory.heartbeat(record("w1"), [], [A], 5.0)
+    directory.begin(A)
+    assert directory.latest(A, 5.0) is None
+    directory.check()

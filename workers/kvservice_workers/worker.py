@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -218,8 +219,14 @@ class PageWorker:
                 self._sessions.changed(session)
             return self._info(session, with_padding=True)
 
-    def release(self, tenant: str, session_ids: Sequence[str]) -> int:
-        """Free sessions; those that do not exist are skipped. Return how many existed."""
+    def release(self, tenant: str, session_ids: Iterable[str] | Mapping[str, int]) -> int:
+        """Free sessions; those that do not exist are skipped. Return how many were freed.
+
+        Args:
+            session_ids: With the epoch up to which each is to be freed, if that matters; 0: any. A
+                later one is somebody else's, and skipped too.
+        """
+        epochs = session_ids if isinstance(session_ids, Mapping) else {}
         released = 0
         for session_id in session_ids:
             with self._lock:
@@ -227,7 +234,7 @@ class PageWorker:
             if session is None:
                 continue
             with session.lock, self._lock:
-                if not session.closed:
+                if not session.closed and session.epoch <= (epochs.get(session_id) or math.inf):
                     self._remove(session, "release")
                     released += 1
         return released

@@ -163,8 +163,9 @@ class WorkerService:
     def release(
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
-        ids = convert.session_ids_from_pb(request.session_ids)
-        return types_pb2.ReleaseResponse(released_count=self._worker.release(caller.tenant, ids))
+        epochs = convert.release_from_pb(request)
+        released = self._worker.release(caller.tenant, epochs)
+        return types_pb2.ReleaseResponse(released_count=released)
 
     def renew_lease(
         self, request: types_pb2.RenewLeaseRequest, caller: Caller

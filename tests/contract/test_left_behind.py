@@ -1,0 +1,109 @@
+"""Sessions that have gone on without somebody: a worker that comes back, a holder that is late."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from kvservice.core.caller import ANONYMOUS
+from kvservice.v1 import types_pb2
+from kvservice_client import InvalidRequest, PagesLost, SessionNotFound
+from kvservice_client._connections import FRONT
+from kvservice_client.testing import eventually
+from tests.backends import Backend
+from tests.contract.conftest import Start
+from tests.contract.test_session_faults import QUICK, faulty
+from tests.driving import Driver
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_old_parts_are_never_the_session(start: Start, taken_over: bool) -> None:
+    """A worker that is back has what the session held before: beside newer parts it is passed
+    over, and when those are gone, all is lost."""
+    backend = start(num_workers=2)
+    faults, client = faulty(backend)
+    driver = Driver.open(client, spread=2, page_size=4)
+    driver.step(8)
+    extent = driver.session._mirror.extents[0]
+    first = backend.index_of(extent.worker_id)
+    for address in (extent.address, backend.front):  # which would say that it lives
+        faults.cut(address)
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    faults.heal(backend.front)
+    assert driver.session.roll_back() == (0, 0)
+    driver.dense.pop(keep=(0, 0))
+    driver.step(3)
+    faults.heal(extent.address)
+    assert backend.workers[first].list_sessions(None), "it has its part still"
+    if taken_over:
+        driver.session = backend.connect(config=QUICK).attach(driver.session.detach())
+        driver.check_stored()
+        driver.step()
+    session_id = driver.session.detach()
+    backend.kill(1 - first)
+    backend.bury(1 - first)
+    late = backend.connect(config=QUICK)
+    for call in (late.attach, late.fork):
+        with pytest.raises(PagesLost) as failure:
+            call(session_id)
+        assert failure.value.metadata["from_position"] == "0"
+    backend.workers[first].release(ANONYMOUS.tenant, [session_id])
+    backend.restart(1 - first)
+    with pytest.raises((PagesLost, SessionNotFound)):
+        late.attach(session_id)
+
+
+@pytest.mark.parametrize("spread", [1, 2])
+@pytest.mark.parametrize("how", ["release", "drop", "close"])
+def test_a_late_holder_releases_nothing(start: Start, how: str, spread: int) -> None:
+    """Whoever has taken a session over keeps it, however the one before ends, and unaware."""
+    backend = start(num_workers=spread)
+    former = backend.connect()
+    old, another = (Driver.open(former, spread=spread, page_size=4) for _ in range(2))
+    for driver in (old, another):
+        driver.step(8)
+    new = Driver(backend.connect().attach(old.session.id), dense=old.dense.fork())
+    if how == "release":
+        old.session.release()
+        another.session.release()
+    elif how == "drop":
+        del old, another, driver
+        gc.collect()
+    else:
+        former.close()
+    eventually(lambda: backend.num_sessions() == spread)  # the other one is gone
+    new.step()
+    new.check_stored()
+    new.session.release()
+    assert backend.num_sessions() == 0
+
+
+def release(backend: Backend, *, lone: bool, ids: list[str], epochs: list[int]) -> int:
+    request = types_pb2.ReleaseRequest(session_ids=ids, epochs=epochs)
+    connections = backend.connect(lone=lone)._connections
+    released: int = connections.ask(FRONT, "Release", request).released_count
+    return released
+
+
+@pytest.mark.parametrize("lone", [False, True], ids=["manager", "worker"])
+def test_release_up_to_an_epoch(backend: Backend, lone: bool) -> None:
+    """Each session has its own; 0, and none at all, stand for any."""
+    client = backend.connect()
+    drivers = [Driver.open(client) for _ in range(4)]
+    for driver in drivers:
+        driver.step(2)
+        driver.pop(1)
+    ids = [driver.session.id for driver in drivers]
+    for epochs in ([1], [-1, 2, 2, 2]):
+        with pytest.raises(InvalidRequest, match="epochs"):
+            release(backend, lone=lone, ids=ids, epochs=epochs)
+    assert backend.num_sessions() == 4
+    assert release(backend, lone=lone, ids=ids, epochs=[1, 2, 0, 1]) == 2
+    for driver in (drivers[0], drivers[3]):
+        driver.step()
+        driver.check_stored()
+    assert release(backend, lone=lone, ids=[ids[0]] * 2, epochs=[1, 2]) == 1, "the later counts"
+    assert release(backend, lone=lone, ids=ids, epochs=[]) == 1
+    assert backend.num_sessions() == 0
