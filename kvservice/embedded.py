@@ -63,6 +63,7 @@ class EmbeddedService:
             lambda address: _Handle(self.services[address]),
             clock=self.clock,
             incarnation=uuid.uuid4().hex,
+            workers_expected=num_workers,
             # A busy process may keep our thread waiting, which says nothing about its workers.
             suspect_after_s=math.inf,
             dead_after_s=math.inf,

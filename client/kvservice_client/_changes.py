@@ -7,7 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvservice.core.errors import DeadlineExceeded, KVServiceError, StaleEpoch, Unavailable
+from kvservice.core.errors import (
+    DeadlineExceeded,
+    Draining,
+    KVServiceError,
+    Overloaded,
+    PermissionDenied,
+    QuotaExceeded,
+    StaleEpoch,
+    Unauthenticated,
+    Unavailable,
+)
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths, adopt
@@ -18,6 +28,9 @@ from kvservice_client._padding import Padding
 TELL_TIMEOUT_S: Final = 1.0
 """How long a manager is waited for that decoding does not need."""
 
+TURNED_AWAY: Final = (QuotaExceeded, Overloaded, Unauthenticated, PermissionDenied, Draining)
+"""Refusals that may come before a worker has looked at the session."""
+
 
 @dataclass(slots=True)
 class Change:
@@ -27,12 +40,14 @@ class Change:
         requests: Still without an answer. A retry sends the same bytes.
         adopt: Makes the mirror what the workers are, once all have it.
         begun: Whether a worker has it for certain.
+        perhaps_made: Whether the worker that is asked next may have it: an answer is missing.
     """
 
     method: str
     requests: list[tuple[Extent, Any]]
     adopt: Callable[[], None]
     begun: bool = False
+    perhaps_made: bool = False
 
 
 class Changes:
@@ -207,14 +222,29 @@ class Changes:
         try:
             self._ask(extent, change.method, request)
         except OUTCOME_UNKNOWN:
+            change.perhaps_made = True
             raise
-        except KVServiceError:
+        except KVServiceError as error:
             # A worker that has the change does not refuse it; so this one has not, nor has any
-            # that comes after it.
-            if not change.begun:
-                self._pending = None
+            # that comes after it. But what turns callers away before it looks proves nothing.
+            if change.begun or (
+                change.perhaps_made
+                and isinstance(error, TURNED_AWAY)
+                and not self._is_unchanged(extent, request.epoch)
+            ):
+                raise
+            self._pending = None
             raise
-        change.begun = True
+        change.begun, change.perhaps_made = True, False
+
+    def _is_unchanged(self, extent: Extent, epoch: int) -> bool:
+        """Whether a worker is known to be still at an epoch."""
+        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
+        try:
+            answer = self._links.unary(extent, "GetSession", request)
+        except KVServiceError:
+            return False
+        return bool(answer.session.epoch == epoch)
 
     def _ask(self, extent: Extent, method: str, request: Any) -> None:
         try:

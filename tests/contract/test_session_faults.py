@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvservice.core.errors import Unavailable
+from kvservice.core.errors import QuotaExceeded, Unavailable
 from kvservice_client import (
     Client,
     ClientConfig,
@@ -24,6 +25,7 @@ from kvservice_client._retry import RetryPolicy
 from tests.backends import Backend
 from tests.contract.conftest import Start
 from tests.driving import Driver
+from tests.failing import Failing
 from tests.faults import Faults
 
 QUICK = ClientConfig(
@@ -33,7 +35,7 @@ QUICK = ClientConfig(
     retry=RetryPolicy(first_delay_s=0.001, max_delay_s=0.02),
 )
 
-IMPATIENT = ClientConfig(timeout_s=0.1, detection_s=60.0, retry=QUICK.retry)
+IMPATIENT = ClientConfig(timeout_s=0.3, detection_s=60.0, retry=QUICK.retry)
 
 VERBS: dict[str, Callable[[Driver], Any]] = {
     "Attend": lambda driver: driver.step(2, layers=[0]),
@@ -309,11 +311,32 @@ def test_roll_back_after_a_loss(start: Start, dead: tuple[int, ...]) -> None:
         backend.restart(index)
 
 
+def test_a_refusal_after_a_lost_answer_proves_nothing(start: Start) -> None:
+    """A change that may be made is made once, also if its repetition is turned away at the door."""
+    for carried_out in (False, True):
+        backend = start()
+        failing = Failing(backend.dial)
+        driver = Driver.open(backend.connect(dial=failing.dial), page_size=4)
+        driver.step(6)
+        failing.fail("Select", DeadlineExceeded, carried_out=carried_out)
+        with pytest.raises(DeadlineExceeded):
+            driver.session.select([1, 1, 0])
+        failing.fail("Select", QuotaExceeded, carried_out=False)
+        with pytest.raises(QuotaExceeded):
+            driver.session.read(0)
+        if carried_out:
+            driver.dense.select([1, 1, 0])
+        driver.check_stored()
+        driver.step(2)
+        driver.session.release()
+
+
 @pytest.mark.parametrize("dead", [0, 1, 2])
 def test_attaching_after_a_loss(start: Start, dead: int) -> None:
     """Who takes over what is left is told so by every call, until it has rolled back."""
     backend = start(num_workers=3)
-    driver = Driver.open(backend.connect(config=QUICK), page_size=4, spread=3)
+    patient = replace(QUICK, timeout_s=15.0)
+    driver = Driver.open(backend.connect(config=patient), page_size=4, spread=3)
     driver.step(12)
     extents = driver.session._mirror.extents
     left = extents[dead].starts
@@ -321,7 +344,7 @@ def test_attaching_after_a_loss(start: Start, dead: int) -> None:
     backend.kill(index)
     backend.bury(index)
     for _ in range(2):  # it may have to be done again
-        driver.session = backend.connect(config=QUICK).attach(driver.session.detach())
+        driver.session = backend.connect(config=patient).attach(driver.session.detach())
         for call in (
             lambda: driver.session.attend(0, *driver.tokens(1)),
             lambda: driver.session.read(0, 0, 1),
