@@ -32,13 +32,14 @@ Spec = Mapping[str, Any]
 _ADDRESSES: Final = "10.77.0"
 _GATEWAY: Final = f"{_ADDRESSES}.1"
 
-# Arguments: the pod's folder, this Python, then pairs of volume and mount path.
+# Arguments: the pod's folder, this Python, the checkout, then pairs of volume and mount path.
 _SANDBOX: Final = r"""
 set -eu
-folder=$1; python=$2; shift 2
+folder=$1; python=$2; checkout=$3; shift 3
 mount --make-rprivate /
 mount -t tmpfs tmpfs /mnt
-mkdir /mnt/upper /mnt/work /mnt/volumes
+mkdir /mnt/upper /mnt/work /mnt/volumes /mnt/checkout
+mount --bind "$checkout" /mnt/checkout
 mount -t overlay overlay -o lowerdir=/etc,upperdir=/mnt/upper,workdir=/mnt/work /etc
 rm -f /etc/resolv.conf
 printf 'nameserver 127.0.0.1\noptions timeout:1 attempts:1\n' >/etc/resolv.conf
@@ -58,7 +59,11 @@ while (($#)); do
   fi
   shift 2
 done
-umount /mnt/volumes
+if ! [ -e "$checkout/pyproject.toml" ]; then  # a volume lies over it
+  mkdir -p "$checkout"
+  mount --bind /mnt/checkout "$checkout"
+fi
+umount /mnt/volumes /mnt/checkout
 for place in / /etc /home /mnt; do mount -o remount,ro,bind "$place"; done
 echo ready
 trap : TERM
@@ -169,7 +174,7 @@ class Pod:
                 *("ip", "netns", "exec", self._netns),
                 *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
                 *("bash", "-c", _SANDBOX, "sandbox", str(self._folder)),
-                *(sys.executable, *self._mounts()),
+                *(sys.executable, str(ROOT), *self._mounts()),
             ],
             stdout=subprocess.PIPE,
             text=True,
