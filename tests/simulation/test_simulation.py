@@ -24,7 +24,7 @@ from tests.simulation.scenario import run_seed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 CHUNK: Final = 25
-NUM_SEEDS: Final = int(os.environ.get("KVSERVICE_SEEDS", "250"))
+NUM_SEEDS: Final = int(os.environ.get("KVSERVICE_SEEDS", "150"))
 MUTANT_SEEDS: Final = 250
 
 
