@@ -440,22 +440,21 @@ def many_sessions(peer: Peer) -> None:
         peer.call("Release", types_pb2.ReleaseRequest(session_ids=ids))
 
 
-def long_row(peer: Peer) -> None:
+def append_to_a_new_session(peer: Peer, num_tokens: int) -> None:
     session_id = new_id()
     peer.call("Allocate", allocate_request(session_id, spec()))
     try:
-        peer.attend_once(attend_call(session_id, 0, 41, step=1))
+        peer.attend_once(attend_call(session_id, 0, num_tokens, step=1))
     finally:
         peer.call("Release", types_pb2.ReleaseRequest(session_ids=[session_id]))
+
+
+def long_row(peer: Peer) -> None:
+    append_to_a_new_session(peer, 41)
 
 
 def many_pages(peer: Peer) -> None:
-    session_id = new_id()
-    peer.call("Allocate", allocate_request(session_id, spec()))
-    try:
-        peer.attend_once(attend_call(session_id, 0, 40, step=1))
-    finally:
-        peer.call("Release", types_pb2.ReleaseRequest(session_ids=[session_id]))
+    append_to_a_new_session(peer, 40)
 
 
 def other_request(bench: Bench) -> None:
