@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -102,32 +102,21 @@ class Decoder:
         return again
 
 
-class Load:
-    """Decoders that step in threads of their own, until they are stopped.
-
-    What a decoder is told is noted; after a loss it resumes, and feeds the rest again.
+class Crowd:
+    """Runs something in threads of its own between `with` and its end, which raises their errors.
 
     Attributes:
-        losses: Seed -> (seconds from `mark` until it was told, tokens that were lost).
-        resumed: Seed -> seconds from `mark` until it was back where it had been.
-        errors: Whatever else went wrong.
+        errors: Whatever went wrong in a thread.
     """
 
-    def __init__(self, decoders: dict[int, Decoder], *, max_tokens: int = 200) -> None:
-        self.decoders = decoders
-        self.losses: dict[int, tuple[float, int]] = {}
-        self.resumed: dict[int, float] = {}
-        self.slowest_s: dict[int, float] = dict.fromkeys(decoders, 0.0)
+    def __init__(self, run: Callable[..., None], members: Iterable[tuple[int, Any]]) -> None:
         self.errors: list[BaseException] = []
-        self.marked_at = CLOCK.monotonic()
-        self._max_tokens = max_tokens
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(seed, one), daemon=True)
-            for seed, one in decoders.items()
+            threading.Thread(target=run, args=member, daemon=True) for member in members
         ]
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -136,9 +125,29 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=60)
-            assert not thread.is_alive(), "a decoder hangs"
+            assert not thread.is_alive(), "a client hangs"
         if self.errors and error[0] is None:
             raise self.errors[0]
+
+
+class Load(Crowd):
+    """Decoders that step in threads of their own, until they are stopped.
+
+    What a decoder is told is noted; after a loss it resumes, and feeds the rest again.
+
+    Attributes:
+        losses: Seed -> (seconds from `mark` until it was told, tokens that were lost).
+        resumed: Seed -> seconds from `mark` until it was back where it had been.
+    """
+
+    def __init__(self, decoders: dict[int, Decoder], *, max_tokens: int = 200) -> None:
+        self.decoders = decoders
+        self.losses: dict[int, tuple[float, int]] = {}
+        self.resumed: dict[int, float] = {}
+        self.slowest_s: dict[int, float] = dict.fromkeys(decoders, 0.0)
+        self.marked_at = CLOCK.monotonic()
+        self._max_tokens = max_tokens
+        super().__init__(self._run, decoders.items())
 
     def mark(self) -> None:
         """Count seconds from now on."""

@@ -6,15 +6,13 @@ serves. `test_ray.py` has the whole way, from the kill on.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from kvservice.clock import SystemClock
 from kvservice.core.errors import KVServiceError
 from kvservice_client import Client
 from tests.chaos.conftest import Report
-from tests.chaos.decoding import Decoder, on_worker, under_load, workers_of
+from tests.chaos.decoding import Crowd, Decoder, on_worker, under_load, workers_of
 from tests.chaos.service import TTL_S, Service
 from tests.serving import until
 
@@ -23,30 +21,12 @@ CLOCK = SystemClock()
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
 
-class Storm:
+class Storm(Crowd):
     """Opens, forks, pops and releases sessions, in threads, whatever becomes of it."""
 
     def __init__(self, clients: list[Client]) -> None:
-        self._stop = threading.Event()
         self.num_opened = self.num_failed = 0
-        self.errors: list[BaseException] = []
-        self._threads = [
-            threading.Thread(target=self._run, args=(seed, client), daemon=True)
-            for seed, client in enumerate(clients)
-        ]
-
-    def __enter__(self) -> Storm:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(timeout=60)
-            assert not thread.is_alive(), "a client hangs"
-        if self.errors and error[0] is None:
-            raise self.errors[0]
+        super().__init__(self._run, enumerate(clients))
 
     def _run(self, seed: int, client: Client) -> None:
         try:
