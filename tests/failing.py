@@ -54,6 +54,10 @@ class Failing:
             with contextlib.suppress(KVServiceError):
                 self._late.pop()()
 
+    def has_failed(self) -> bool:
+        """Whether all calls that were to fail have failed."""
+        return not self._next
+
     def heal(self) -> None:
         """Let no more calls fail."""
         self._next.clear()

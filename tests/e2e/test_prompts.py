@@ -219,9 +219,12 @@ def test_reset_drops_what_is_under_way() -> None:
     with failing_backend() as (_, client, failing):
         world, local = world_of(client), local_world()
         cache = world.new_cache()
-        failing.fail("Write", DeadlineExceeded, carried_out=False, after=1)
+        # Of the last layer: no later one asks how the upload went.
+        last = world.model.config.num_hidden_layers - 1
+        failing.fail("Write", DeadlineExceeded, carried_out=False, after=last)
         forward(world, prompt(1, 5), cache)
         cache.reset()
+        assert failing.has_failed()
         assert_close(
             forward(world, prompt(2, 5), cache),
             forward(local, prompt(2, 5), local.new_cache()),
