@@ -149,6 +149,7 @@ class Attender:
             cause = find_room(mirror, self._links, max(step.counts))
             if cause is not None:
                 break
+            step.number = mirror.last_step + 1  # what was refused stays refused
         assert error is not None
         self._fail(step, ask, parts, outcomes, error)
         raise error from cause

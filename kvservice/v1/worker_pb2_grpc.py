@@ -252,7 +252,8 @@ class PageWorkerServiceServicer(object):
         stated its layers, a later layer's arena may be refused.)
 
         Repeat-safe by (epoch, step, layer): the same bytes overwrite the same slots, and give the
-        same answer.
+        same answer. A step whose first Attend was refused for want of room stays refused, so that a
+        copy that arrives late stores nothing: try again under a later number.
 
         Errors, inside AttendResult:
         STALE_EPOCH
@@ -271,7 +272,8 @@ class PageWorkerServiceServicer(object):
         """Stores keys and values at listed positions, in any order, without attention.
 
         The last of two equal positions wins. Gaps below the highest position become padding. Lengths
-        become max(length, highest + 1). All or nothing.
+        become max(length, highest + 1). All or nothing. A write that has a number, and was refused
+        for want of room, stays refused: try again under a later number.
 
         Errors: STALE_EPOCH, OUT_OF_PAGES, GEOMETRY_MISMATCH, POSITION_OUT_OF_RANGE, TOO_LARGE
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,8 @@ def plan_attend(session: WorkerSession, call: AttendCall) -> AttendPlan:
     """Check an Attend against a session. Changes nothing.
 
     Raises:
-        Whatever `worker.proto` lists for Attend, except OUT_OF_PAGES.
+        Whatever `worker.proto` lists for Attend; OUT_OF_PAGES only where the step was refused
+        before.
     """
     session.check_epoch(call.epoch)
     new_step, header = _step_of(session, call)
@@ -214,12 +216,26 @@ def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader
     header = call.header
     if header is None:
         raise InvalidRequest("the first message of a step must carry its header")
+    _check_not_refused(session, call.step, header)
     session.check_rows(header.counts, "counts")
     if min(header.counts) < 0:
         raise InvalidRequest(f"counts must not be negative, got {header.counts}")
     check_ranges(session, header.padding)
     check_evictions(session, header.evict_before)
     return True, header
+
+
+def _check_not_refused(session: WorkerSession, number: int, header: StepHeader) -> None:
+    """Refuse a step again that was refused before, unless its tokens go elsewhere now."""
+    refused = session.refused_step
+    if refused is None or number > refused.number:
+        return
+    if number < refused.number:
+        raise Conflict(
+            f"step {number} is over: step {refused.number} was refused since", step=refused.number
+        )
+    if any(header.counts):
+        raise copy(refused.error)
 
 
 def _geometry_of(k: HostTensor, v: HostTensor) -> LayerGeometry:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvservice.clock import Clock
+from kvservice.core.errors import CapacityError
 from kvservice.core.failpoints import Failpoints
 from kvservice.core.geometry import HostTensor
 from kvservice.core.session import AttendCall, AttendResult
@@ -28,7 +30,7 @@ from kvservice_workers.host_tensors import as_numpy, as_torch, to_host
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.provision import Provision, written_pages
-from kvservice_workers.session_state import LayerGroup, Step, WorkerSession, arena_of
+from kvservice_workers.session_state import LayerGroup, Refusal, Step, WorkerSession, arena_of
 from kvservice_workers.steady import SteadyStep, settle
 
 Array = npt.NDArray[np.generic]
@@ -56,7 +58,12 @@ class DataPath:
         plan = plan_attend(session, call)
         group = session.groups[plan.window]
         with self._lock:
-            arena = self._prepare(session, group, call, plan)
+            try:
+                arena = self._prepare(session, group, call, plan)
+            except CapacityError as error:
+                if plan.new_step:
+                    session.refused_step = Refusal(call.step, copy(error))
+                raise
             self._failpoints.passed("attend.pages_taken")
             if call.k is not None and call.v is not None:
                 q = self._store(session, group, arena, call, plan)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.core.errors import (
+    CapacityError,
     Conflict,
     GeometryMismatch,
     InvalidRequest,
@@ -92,6 +93,14 @@ class Step:
     steady: dict[int | None, SteadyStep] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A step or write that found no room, by its number, and what was answered."""
+
+    number: int
+    error: CapacityError
+
+
 class WorkerSession:
     """One session, or the extent of one, on this worker. Its lock is held by whoever uses it.
 
@@ -124,6 +133,11 @@ class WorkerSession:
         self.targets: list[int] | None = None  # lengths for which room is promised
         self.followed_by = ""  # the incarnation on which the session goes on; empty: it ends here
         self.last_write = 0  # number of the newest Write of this epoch
+        # The newest that were refused in this epoch for want of room. What is refused stays so: a
+        # copy of the call that arrives when there is room must not be carried out, for the holder
+        # has been told that nothing was stored.
+        self.refused_step: Refusal | None = None
+        self.refused_write: Refusal | None = None
         self.ttl_s = spec.ttl_s
         self.quota = UNLIMITED  # of its tenant, when it was opened
         for layer, stated in enumerate(spec.layers):
@@ -277,6 +291,7 @@ class WorkerSession:
         self.last_change = change
         self.step = None
         self.last_write = 0
+        self.refused_step = self.refused_write = None
 
     def check(self) -> None:
         for lengths in self.lengths.values():

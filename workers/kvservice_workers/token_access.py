@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.errors import Conflict, InvalidRequest, PositionOutOfRange
+from kvservice.core.errors import CapacityError, Conflict, InvalidRequest, PositionOutOfRange
 from kvservice.core.geometry import HOLE, HostTensor, LayerGeometry
 from kvservice.core.session import ReadResult, WriteCall
 from kvservice_workers.arena import NUMPY_DTYPES, Arena
@@ -18,7 +19,7 @@ from kvservice_workers.host_tensors import Array, as_numpy, from_numpy
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.provision import Provision, RowDemand
-from kvservice_workers.session_state import LayerGroup, WorkerSession, arena_of
+from kvservice_workers.session_state import LayerGroup, Refusal, WorkerSession, arena_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,11 +35,15 @@ class TokenAccess:
     def write(self, session: WorkerSession, call: WriteCall) -> tuple[int, ...]:
         """See `PageWorker.write`."""
         session.check_epoch(call.epoch)
-        if 0 < call.number < session.last_write:
-            raise Conflict(
-                f"write {call.number} arrives behind write {session.last_write} of this epoch",
-                number=session.last_write,
-            )
+        _check_number(session, call.number)
+        try:
+            return self._write(session, call)
+        except CapacityError as error:
+            if call.number:
+                session.refused_write = Refusal(call.number, copy(error))
+            raise
+
+    def _write(self, session: WorkerSession, call: WriteCall) -> tuple[int, ...]:
         group = session.groups[session.window_of(call.layer)]
         geometry = _write_geometry(call)
         session.check_geometry(call.layer, geometry)
@@ -199,6 +204,19 @@ class TokenAccess:
             k[row][:, at] = row_k.swapaxes(0, 1)
             v[row][:, at] = row_v.swapaxes(0, 1)
         return k, v
+
+
+def _check_number(session: WorkerSession, number: int) -> None:
+    """Refuse a write that arrives behind a later one, and again one that was refused before."""
+    refused = session.refused_write
+    if refused is not None and number == refused.number:
+        raise copy(refused.error)
+    latest = max(session.last_write, 0 if refused is None else refused.number)
+    if 0 < number < latest:
+        raise Conflict(
+            f"write {number} arrives behind write {latest} of this epoch",
+            number=latest,
+        )
 
 
 def _write_geometry(call: WriteCall) -> LayerGeometry:
