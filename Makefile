@@ -3,6 +3,7 @@
 #   make demo          a real model, its keys and values on two workers
 #   make test          all tests but those of the other targets; ARGS="-k name" is handed to pytest
 #   make test-matrix   every model family and decoding strategy
+#   make test-oldest   the caches of decoders with the oldest transformers that is supported
 #   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
 #   make simulate      2,000 seeds of a simulated service; ARGS="--seed N" replays one
 #   make soak          open and close 20,000 sessions, and look for leaks
@@ -48,6 +49,14 @@ test: setup setup-proto
 .PHONY: test-matrix
 test-matrix: setup
 	$(BIN)/python -m pytest -m matrix $(ARGS)
+
+# The package alone, in a folder that is looked at before the environment's own.
+.PHONY: test-oldest
+test-oldest: setup
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade \
+	  --target .venv-oldest 'transformers==5.20.*'
+	PYTHONPATH=.venv-oldest $(BIN)/python -m pytest tests/e2e tests/unit/test_hf_mask.py \
+	  tests/unit/test_hf_compat.py -m "not matrix" $(ARGS)
 
 .PHONY: chaos
 chaos: setup
@@ -107,5 +116,5 @@ proto: setup-proto
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-proto .venv-deploy build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-proto .venv-deploy .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

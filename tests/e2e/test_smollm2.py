@@ -12,6 +12,7 @@ from kvservice import config
 from kvservice.demo import model as demo_model
 from kvservice_client import Client
 from kvservice_client.hf import RemoteCache, use_remote_attention
+from tests.e2e.models import CACHE
 from tests.programs import needs_model
 
 pytestmark = [needs_model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,7 +48,7 @@ def chat(smollm2: Any) -> Any:
 def _generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, torch.Tensor]:
     out = model.generate(
         **inputs,
-        cache=cache,
+        **{CACHE: cache},
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,

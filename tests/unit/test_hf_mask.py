@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -74,7 +75,9 @@ def test_models_ask_us(creator: str, config: dict[str, Any], pattern: Pattern) -
     settings = transformers.LlamaConfig(**config)
     settings._attn_implementation = "kvservice"
     given = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    mask = getattr(masking_utils, creator)(settings, torch.zeros(2, 3, 4), given, cache=None)
+    create = getattr(masking_utils, creator)
+    cache = "cache" if "cache" in inspect.signature(create).parameters else "past_key_values"
+    mask = create(settings, torch.zeros(2, 3, 4), given, **{cache: None})
     assert isinstance(mask, RemoteMask)
     assert mask.pattern == pattern
     assert mask.shape == (2, 1, 3, 3)
