@@ -384,20 +384,24 @@ class Directory:
 
     def check(self) -> None:
         """Assert all invariants."""
-        listed = {(key, wid) for key, held in self._holders.items() for wid in held}
-        held = {(key, wid) for wid, worker in self._workers.items() for key in worker.sessions}
-        assert listed == held, "sessions and workers disagree"
-        assert all(self._holders.values()), "a session without holders is listed"
-        assert not any(worker.dead and worker.sessions for worker in self._workers.values())
-        assert not any(key in self._lost for key in self._holders), "held, and lost"
         self._lost.check()
+        self._epochs.check(self._holders.keys())
+        num_listed = 0
         for key, holders in self._holders.items():
-            epochs = [self._workers[worker_id].sessions[key].epoch for worker_id in holders]
+            assert holders, "a session without holders is listed"
+            assert key not in self._lost, "held, and lost"
             latest = self._epochs.get(key, math.inf)
             assert latest is not None, "an epoch is forgotten"
-            assert max(epochs) <= latest.epoch, "beyond the latest epoch"
-        self._epochs.check(self._holders.keys())
-        assert all(w.left_behind.keys() <= w.sessions.keys() for w in self._workers.values())
+            for worker_id in holders:
+                report = self._workers[worker_id].sessions.get(key)
+                assert report is not None, "a session lists a worker that does not hold it"
+                assert report.epoch <= latest.epoch, "beyond the latest epoch"
+            num_listed += len(holders)
+        for worker in self._workers.values():
+            num_listed -= len(worker.sessions)
+            assert not (worker.dead and worker.sessions), "a dead worker lists sessions"
+            assert worker.left_behind.keys() <= worker.sessions.keys()
+        assert not num_listed, "a worker lists a session that does not list it"
 
     def _find(self, worker_id: str, incarnation: str) -> _Worker | None:
         worker = self._workers.get(worker_id)

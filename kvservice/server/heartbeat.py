@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final, Protocol
 
+from kvservice.core.directory import WorkerView
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
-from kvservice.core.session import EndedSession, SessionInfo, WorkerStats
+from kvservice.core.session import EndedSession, SessionInfo
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 
@@ -17,7 +18,7 @@ MAX_SESSIONS: Final = 4000
 class Reporting(Protocol):
     """What heartbeats need of a worker."""
 
-    def stats(self) -> WorkerStats: ...
+    def view(self, metrics_address: str) -> WorkerView: ...
 
     def changes_since(
         self, cursor: int
@@ -55,7 +56,7 @@ class HeartbeatSource:
 
     def farewell(self) -> manager_pb2.HeartbeatRequest:
         """Return the last message of a worker that leaves."""
-        worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
+        worker = convert.view_to_pb(self._worker.view(self._metrics_address))
         return manager_pb2.HeartbeatRequest(worker=worker, leaving=True)
 
     def begin(self) -> None:
@@ -66,7 +67,7 @@ class HeartbeatSource:
         """Yield what has changed since the last time: at least one message, to be sent in order."""
         self._failpoints.passed("heartbeat.sending")
         self._cursor, changed, ended = self._worker.changes_since(self._cursor)
-        worker = convert.record_to_pb(self._worker.stats(), self._metrics_address)
+        worker = convert.view_to_pb(self._worker.view(self._metrics_address))
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
         ends = [_ended(one) for one in ended]
         yield manager_pb2.HeartbeatRequest(

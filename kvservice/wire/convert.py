@@ -371,6 +371,7 @@ def record_from_pb(pb: manager_pb2.WorkerInfo) -> WorkerRecord:
 
 
 def view_to_pb(view: WorkerView) -> manager_pb2.WorkerInfo:
+    """Return what is known of a worker, or what it says of itself in a heartbeat."""
     record = view.record
     return manager_pb2.WorkerInfo(
         worker_id=record.worker_id,
@@ -386,7 +387,7 @@ def view_to_pb(view: WorkerView) -> manager_pb2.WorkerInfo:
 
 
 def record_to_pb(stats: core.WorkerStats, metrics_address: str) -> manager_pb2.WorkerInfo:
-    """Return what a worker says of itself in a heartbeat."""
+    """Return what a worker's numbers say of it."""
     promised = sum(pool.reserved_pages * pool.page_bytes for pool in stats.pools)
     draining = manager_pb2.WORKER_STATE_DRAINING
     return manager_pb2.WorkerInfo(

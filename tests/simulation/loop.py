@@ -63,26 +63,30 @@ class Loop:
     """Runs events in the order of their times. All chance comes from one seed.
 
     Attributes:
-        trace: A checksum of all that has happened, to compare two runs of a seed.
         log: What has happened, if `keep_log`.
     """
 
     def __init__(self, seed: int, *, keep_log: bool = False) -> None:
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.trace = 0
         self.log: list[str] = []
         self.num_events = 0
         self._keep_log = keep_log
+        self._noted: list[tuple[float, tuple[object, ...]]] = []
         self._events: list[tuple[float, int, Process | None, Callable[[], Any]]] = []
         self._serial = 0
         self._hub = getcurrent()
 
     def note(self, *what: object) -> None:
-        line = f"{self.now - 1000.0:9.4f} {' '.join(map(str, what))}"
-        self.trace = zlib.crc32(line.encode(), self.trace)
+        """Note what happens: words and numbers."""
+        self._noted.append((self.now, what))
         if self._keep_log:
-            self.log.append(line)
+            self.log.append(f"{self.now - 1000.0:9.4f} {' '.join(map(str, what))}")
+
+    @property
+    def trace(self) -> int:
+        """A checksum of all that has happened, to compare two runs of a seed."""
+        return zlib.crc32(repr(self._noted).encode())
 
     def later(
         self, delay_s: float, event: Callable[[], Any], process: Process | None = None

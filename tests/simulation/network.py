@@ -53,6 +53,11 @@ class Call:
     outcome: Message | KVServiceError | None = None
     wake: Callable[[], None] | None = None
 
+    def give_up(self) -> None:
+        """Note that the caller waits no longer."""
+        if self.outcome is None:
+            self.settle(DeadlineExceeded("no answer in time"))
+
     def settle(self, outcome: Message | KVServiceError) -> None:
         if self.outcome is None:
             self.outcome = outcome
@@ -116,7 +121,7 @@ class Network:
         loop = self.loop
         if call.outcome is None:
             call.wake = loop.waker(source)
-            loop.later(timeout_s, lambda: call.settle(DeadlineExceeded("no answer in time")))
+            loop.later(timeout_s, call.give_up)
             loop.park()
         if call in self.waiting:
             self.waiting.remove(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import ge
 
 import numpy as np
 import numpy.typing as npt
@@ -198,7 +199,9 @@ class WorkerSession:
         return max((lengths[row] for lengths in self.lengths.values()), default=self.start_of(row))
 
     def longest_of_all(self) -> list[int]:
-        return [self.longest(row) for row in range(self.num_rows)]
+        if not self.lengths:
+            return [self.start_of(row) for row in range(self.num_rows)]
+        return [max(column) for column in zip(*self.lengths.values(), strict=True)]
 
     def promise_of(self, group: LayerGroup) -> int:
         """Return how many pages are promised to a group now."""
@@ -294,16 +297,17 @@ class WorkerSession:
         self.refused_step = self.refused_write = None
 
     def check(self) -> None:
+        starts = [self.start_of(row) for row in range(self.num_rows)]
         for lengths in self.lengths.values():
-            for row, length in enumerate(lengths):
-                assert length >= self.start_of(row), "a layer ends before the extent starts"
+            assert all(map(ge, lengths, starts)), "a layer ends before the extent starts"
         for padding in self.padding:
             padding.check()
+        longest = self.longest_of_all()
         for group in self.groups.values():
             group.check()
             assert group.promised >= self.promise_of(group), "promised too little"
-            for row, table in enumerate(group.tables):
-                pages = cdiv(self.longest(row), group.page_size)
+            for table, length in zip(group.tables, longest, strict=True):
+                pages = cdiv(length, group.page_size)
                 assert len(table.entries) <= pages, "pages beyond the row's end"
 
 

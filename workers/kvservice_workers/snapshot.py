@@ -17,6 +17,7 @@ from kvservice.core.session import (
     PoolStats,
     RowRange,
     SessionInfo,
+    SessionSpec,
     WorkerStats,
 )
 from kvservice_workers.counters import (
@@ -55,7 +56,7 @@ def session_info(
         session_id=session.key[1],
         epoch=session.epoch,
         step=session.last_step,
-        spec=replace(session.spec, num_rows=session.num_rows),
+        spec=_spec_now(session),
         extents=(
             Extent(
                 worker_id=config.worker_id,
@@ -73,6 +74,11 @@ def session_info(
         padding=padding or (),
         padding_unlisted=padding is None,
     )
+
+
+def _spec_now(session: WorkerSession) -> SessionSpec:
+    spec, num_rows = session.spec, session.num_rows
+    return spec if spec.num_rows == num_rows else replace(spec, num_rows=num_rows)
 
 
 def _told_padding(session: WorkerSession) -> tuple[RowRange, ...] | None:
@@ -153,36 +159,34 @@ def find_discrepancies(sessions: Collection[WorkerSession], pools: PoolSet) -> s
 
 def check_accounts(sessions: Collection[WorkerSession], pools: PoolSet, counters: Counters) -> None:
     """Assert that references, promises and counters sum to what sessions hold."""
-    held: dict[int, Counter[int]] = {pool.ordinal: Counter() for pool in pools}
-    promised: Counter[int] = Counter()
+    held = {pool.ordinal: [0] * pool.pages.total for pool in pools}
+    promised = dict.fromkeys(held, 0)
+    opened: dict[str, int] = {}  # by tenant
+    pages: dict[str, int] = {}
+    owners: dict[tuple[int, int], str] = {}  # a page belongs to the tenant whose tables list it
     for session in sessions:
         session.check()
+        opened[session.tenant] = opened.get(session.tenant, 0) + 1
         for group in session.groups.values():
-            promised[group.pool.ordinal] += group.promised
+            ordinal = group.pool.ordinal
+            promised[ordinal] += group.promised
+            pages[session.tenant] = pages.get(session.tenant, 0) + group.promised
+            counts = held[ordinal]
             for table in group.tables:
-                held[group.pool.ordinal].update(page for page in table.entries if page != HOLE)
+                for page in table.entries:
+                    if page != HOLE:
+                        counts[page] += 1
+                        owners[ordinal, page] = session.tenant
     used = 0
     for pool in pools:
         used += pool.pages.num_used
         assert promised[pool.ordinal] == pool.pages.num_reserved, "promises do not sum"
-        for page in range(pool.pages.total):
-            assert pool.pages.refcount(page) == held[pool.ordinal][page], f"page {page}"
-    tenants: Counter[str] = Counter()
-    for session in sessions:
-        tenants[session.tenant] += sum(group.promised for group in session.groups.values())
-    # A page belongs to the one tenant whose tables list it.
-    owners = {
-        (group.pool.ordinal, page): session.tenant
-        for session in sessions
-        for group in session.groups.values()
-        for table in group.tables
-        for page in table.entries
-        if page != HOLE
-    }
-    tenants.update(owners.values())
-    assert +tenants == pools.usage.pages, "tenants' pages do not sum"
-    opened = Counter(session.tenant for session in sessions)
-    assert opened == pools.usage.sessions, "tenants' sessions do not sum"
+        assert held[pool.ordinal] == pool.pages.refcounts(), "a page's references do not sum"
+    for tenant in owners.values():
+        pages[tenant] = pages.get(tenant, 0) + 1
+    kept = {tenant: count for tenant, count in pages.items() if count}
+    assert kept == dict(pools.usage.pages), "tenants' pages do not sum"
+    assert opened == dict(pools.usage.sessions), "tenants' sessions do not sum"
     freed = sum(counters.page_frees.values())
     assert counters.page_allocations - freed == used, "allocations - frees != used"
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from kvservice.clock import Clock
+from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.errors import (
     Draining,
     InvalidRequest,
@@ -86,6 +87,7 @@ class PageWorker:
             quota_of: What each tenant may have here.
         """
         self.config = config
+        self._clock = clock
         self._lock = threading.RLock()
         self._sessions = SessionTable(clock)
         self._pools = PoolSet(
@@ -561,6 +563,24 @@ class PageWorker:
                 self._counters,
                 draining=self._draining,
             )
+
+    def view(self, metrics_address: str = "") -> WorkerView:
+        """Return what heartbeats say of the worker itself. Unlike `stats`, it costs O(pools)."""
+        config = self.config
+        with self._lock:
+            promised = sum(pool.pages.num_reserved * pool.page_bytes for pool in self._pools)
+            record = WorkerRecord(
+                config.worker_id,
+                config.incarnation,
+                config.address,
+                config.device,
+                config.budget_bytes,
+                free_bytes=max(0, config.budget_bytes - self._pools.used_bytes - promised),
+                draining=self._draining,
+                metrics_address=metrics_address,
+            )
+            state = WorkerState.DRAINING if self._draining else WorkerState.ALIVE
+            return WorkerView(record, state, self.num_sessions, self._clock.monotonic())
 
     def tenant_pages(self) -> dict[str, int]:
         """Return how many pages each tenant's sessions hold; a shared one counts for each."""
