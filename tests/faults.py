@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvservice.core.errors import Unavailable
-from kvservice_client._transport import AttendStream, Dial, Transport
+from kvservice_client._transport import AttendStream, Dial, Transport, as_message
 
 
 class Faults:
@@ -136,16 +136,17 @@ class _Stream:
         self._sent: Any = None
 
     def attend(self, call: Any, *, timeout_s: float) -> Any:
+        message = as_message(call)
         return self._faults.carry(
             self._address,
             "Attend",
-            call,
-            lambda way: way.open_stream().attend(call, timeout_s=timeout_s),
+            message,
+            lambda way: way.open_stream().attend(message, timeout_s=timeout_s),
             self._made_at,
         )
 
     def send(self, call: Any, *, timeout_s: float) -> None:
-        self._sent = call, timeout_s
+        self._sent = as_message(call), timeout_s
 
     def receive(self) -> Any:
         call, timeout_s = self._sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy.typing as npt
 
@@ -20,12 +20,13 @@ from kvservice.wire.tensors import dtype_to_pb
 from kvservice_client._arrays import cast_float32, from_host
 from kvservice_client._ask import Ask, Lengths, set_tensor, tensor_data
 from kvservice_client._changes import Changes
-from kvservice_client._extents import cut_into_parts
+from kvservice_client._extents import Extent, cut_into_parts
 from kvservice_client._links import OUTCOME_UNKNOWN, Links, Outcome
 from kvservice_client._merge import Partial, merge
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._room import find_room
-from kvservice_client._steady import Options, SteadyAsk, settle
+from kvservice_client._steady import Asked, Options, SteadyAsk, settle
+from kvservice_client._steady_call import SteadyAnswer, SteadyCall
 from kvservice_client._steps import (
     Part,
     header_for,
@@ -49,7 +50,7 @@ class Attender:
         self._links = links
         self._changes = changes
         self._call_ids = itertools.count(1)
-        self._last_call: worker_pb2.AttendCall | None = None
+        self._last_asked: Asked = ()
         self._steady: dict[Options, SteadyAsk] = {}  # of one step, by what its layers ask
 
     def attend(self, ask: Ask, padding: Any, retain: int | None) -> Any:
@@ -81,12 +82,12 @@ class Attender:
 
     def settle(self, ask: Ask, tensors: tuple[Any, Any, Any], options: Options) -> None:
         """Let later layers of the step that ask as the last call did go the short way."""
-        call, self._last_call = self._last_call, None
+        asked, self._last_asked = self._last_asked, ()
         for other in self._steady.values():
             if other.step is not self._mirror.step:
                 self._steady = {}
             break
-        steady = None if call is None else settle(self._mirror, ask, tensors, call)
+        steady = settle(self._mirror, ask, tensors, asked) if asked else None
         if steady is not None:
             self._steady[options] = steady
         else:
@@ -110,19 +111,40 @@ class Attender:
             return None
         if scale is not None and not math.isfinite(scale):
             return None
-        call = steady.fill(next(self._call_ids), layer, tensors, scale)
+        calls = steady.fill(self._next_ids(len(steady.calls)), layer, tensors, scale)
         try:
-            [outcome] = self._links.attend([(steady.extent, call)])
+            outcomes = self._links.attend_steadily(calls)
         except BaseException:  # interrupted: what was sent may be stored
             mirror.uncertain = True
             raise
-        if isinstance(outcome, KVServiceError):
-            if isinstance(outcome, OUTCOME_UNKNOWN):
-                mirror.uncertain = True
-            raise outcome
+        answers = [outcome for outcome in outcomes if isinstance(outcome, SteadyAnswer)]
+        if len(answers) < len(calls):
+            self._fail_steadily(calls, outcomes)
         steady.step.appended[layer] = steady.step.positions
         mirror.lengths[layer] = steady.step.after
-        return steady.output(outcome)
+        return steady.output(answers)
+
+    def _fail_steadily(
+        self,
+        calls: Sequence[tuple[Extent, SteadyCall]],
+        outcomes: Sequence[SteadyAnswer | KVServiceError],
+    ) -> NoReturn:
+        """Note what is known after calls of which not all were answered, and raise the error."""
+        errors = [outcome for outcome in outcomes if isinstance(outcome, KVServiceError)]
+        for (_, call), outcome in zip(calls, outcomes, strict=True):
+            stored = isinstance(outcome, (SteadyAnswer, *OUTCOME_UNKNOWN))
+            if call.stores and stored:
+                self._mirror.uncertain = True
+        error = _worst(errors)
+        assert error is not None, "an answer or an error for each call"
+        raise error
+
+    def _next_ids(self, count: int) -> int:
+        """Take so many call ids; return the first."""
+        first = next(self._call_ids)
+        for _ in range(count - 1):
+            next(self._call_ids)
+        return first
 
     def _attend_in(self, step: Step, ask: Ask, positions: Lengths) -> npt.NDArray[Any]:
         """Carry the call out, on another worker if the tail has no room for the step."""
@@ -140,7 +162,9 @@ class Attender:
                 raise
             error = _worst(outcomes)
             if error is None:
-                self._last_call = calls[0][1] if len(calls) == 1 else None
+                self._last_asked = [
+                    (part, call) for part, (_, call) in zip(parts, calls, strict=True)
+                ]
                 self._commit(step, ask, positions, parts)
                 return self._output(step, ask, positions, parts, outcomes)
             spread = sum(any(part.counts) for part in parts) > 1
@@ -299,7 +323,7 @@ class Attender:
         return cast_float32(out, queries.dtype)
 
 
-def _worst(outcomes: Sequence[Outcome]) -> KVServiceError | None:
+def _worst(outcomes: Sequence[object]) -> KVServiceError | None:
     """Return the error that says most about the session, or None. The tail's comes last."""
     errors = [outcome for outcome in outcomes if isinstance(outcome, KVServiceError)]
     for kind in OUTCOME_UNKNOWN:

@@ -29,7 +29,8 @@ from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease
 from kvservice_client._mirror import Mirror
 from kvservice_client._retry import Attempt, ServerDead, Verdict
-from kvservice_client._transport import AttendStream
+from kvservice_client._steady_call import SteadyAnswer, SteadyCall
+from kvservice_client._transport import AnyCall, AttendStream
 
 OUTCOME_UNKNOWN: Final = (PagesLost, Unavailable, DeadlineExceeded, InternalError)
 """After these it is not known whether a call was carried out. The worst comes first."""
@@ -47,6 +48,7 @@ _VERDICTS: Final = {
 T = TypeVar("T")
 AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
 Outcome = worker_pb2.AttendResult | KVServiceError
+AnyOutcome = Outcome | SteadyAnswer
 
 
 class Links:
@@ -101,6 +103,21 @@ class Links:
         if self.lease.capabilities:
             for extent, call in calls:
                 call.capability = self.lease.capabilities.get(extent.address, b"")
+        return self._attend_all(calls)
+
+    def attend_steadily(
+        self, calls: Sequence[tuple[Extent, SteadyCall]]
+    ) -> list[SteadyAnswer | KVServiceError]:
+        """As `attend`, of calls that are put together from pieces."""
+        capabilities = self.lease.capabilities
+        for extent, call in calls:
+            call.capability = capabilities.get(extent.address, b"") if capabilities else b""
+        outcomes = self._attend_all(calls)
+        return [
+            _as_steady(call, outcome) for (_, call), outcome in zip(calls, outcomes, strict=True)
+        ]
+
+    def _attend_all(self, calls: Sequence[tuple[Extent, AnyCall]]) -> list[Any]:
         try:
             if len(calls) == 1:
                 return [self._attend_again(*calls[0])]
@@ -212,8 +229,8 @@ class Links:
             return WorkerLost(f"the worker at {extent.address} has died")
         return self._mirror.pages_lost()
 
-    def _attend_again(self, extent: Extent, call: worker_pb2.AttendCall) -> Outcome:
-        def attempt(left_s: float) -> worker_pb2.AttendResult:
+    def _attend_again(self, extent: Extent, call: AnyCall) -> AnyOutcome:
+        def attempt(left_s: float) -> worker_pb2.AttendResult | SteadyAnswer:
             return self._stream(extent).attend(call, timeout_s=left_s)
 
         try:
@@ -221,7 +238,7 @@ class Links:
         except KVServiceError as error:
             return error
 
-    def _send(self, extent: Extent, call: worker_pb2.AttendCall) -> bool:
+    def _send(self, extent: Extent, call: AnyCall) -> bool:
         try:
             self._stream(extent).send(call, timeout_s=self.connections.config.timeout_s)
         except Unavailable:
@@ -229,7 +246,7 @@ class Links:
             return False
         return True
 
-    def _receive(self, extent: Extent, call: worker_pb2.AttendCall) -> Outcome:
+    def _receive(self, extent: Extent, call: AnyCall) -> AnyOutcome:
         try:
             result = self._stream(extent).receive()
         except (Unavailable, Overloaded, StaleEpoch, StaleWorker):
@@ -245,6 +262,16 @@ class Links:
         if extent.stream is None:
             extent.stream = self.connections.to(extent.address).open_stream()
         return extent.stream
+
+
+def _as_steady(call: SteadyCall, outcome: AnyOutcome) -> SteadyAnswer | KVServiceError:
+    """Return an outcome in the call's own form, whichever way it has come."""
+    if not isinstance(outcome, worker_pb2.AttendResult):
+        return outcome
+    answer = call.answer_of(outcome)
+    if answer is None:
+        return InternalError("the answer has not the form of the one before in the same step")
+    return answer
 
 
 def reachable_extents(connections: Connections, session: types_pb2.Session) -> list[core.Extent]:

@@ -113,22 +113,26 @@ class Retrier:
             DeadlineExceeded: The answer to the only try did not come in time.
         """
         start = self._clock.monotonic()
-        deadline = start + timeout_s
-        tries = _Tries(detection)
+        try:
+            return attempt(timeout_s)
+        except (Draining, DeadlineExceeded):
+            raise
+        except (Unavailable, Overloaded) as error:
+            failure: KVServiceError = error
+        return self._run_again(attempt, failure, start, timeout_s, _Tries(detection), judge)
+
+    def _run_again(
+        self,
+        attempt: Attempt[T],
+        failure: KVServiceError,
+        began: float,
+        timeout_s: float,
+        tries: _Tries,
+        judge: Judge | None,
+    ) -> T:
+        """Go on after a first try, begun at `began`, which has failed."""
+        deadline = began + timeout_s
         while True:
-            began = self._clock.monotonic()
-            # Once a try has failed, a hanging one says no more than a failing one.
-            remaining_s = max(0.001, min(deadline, tries.give_up_at) - began)
-            try:
-                return attempt(remaining_s)
-            except Draining:
-                raise
-            except (Unavailable, Overloaded) as error:
-                failure: KVServiceError = error
-            except DeadlineExceeded as error:
-                if not tries.num_failures:
-                    raise
-                failure = error
             now = self._clock.monotonic()
             tries.failed(failure, began, now)
             if tries.num_failures > 1:
@@ -142,6 +146,15 @@ class Retrier:
             delay_s = self._policy.delay_s(tries.num_failures, self._rng)
             if now + delay_s >= deadline or self._clock.wait(self._closed, delay_s):
                 raise _last_word(failure, timeout_s) from failure.__cause__
+            began = self._clock.monotonic()
+            # Once a try has failed, a hanging one says no more than a failing one.
+            remaining_s = max(0.001, min(deadline, tries.give_up_at) - began)
+            try:
+                return attempt(remaining_s)
+            except Draining:
+                raise
+            except (Unavailable, Overloaded, DeadlineExceeded) as error:
+                failure = error
 
     def close(self) -> None:
         """End all waiting: what is being retried fails with what it failed with last."""

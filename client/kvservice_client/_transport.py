@@ -20,21 +20,26 @@ from kvservice.core.errors import (
 from kvservice.v1 import worker_pb2
 from kvservice.wire import status
 from kvservice.wire.names import WORKER, snake_case
+from kvservice_client._steady_call import SteadyAnswer, SteadyCall
+
+AnyCall = worker_pb2.AttendCall | SteadyCall
+AnyResult = worker_pb2.AttendResult | SteadyAnswer
 
 
 class AttendStream(Protocol):
     """A session's way to one worker for Attend. One call at a time, by one thread at a time.
 
-    After any error that is not the service's answer, the next call goes over a new connection.
+    A `SteadyCall` may be answered in either form. After any error that is not the service's
+    answer, the next call goes over a new connection.
     """
 
-    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
+    def attend(self, call: AnyCall, *, timeout_s: float) -> AnyResult:
         """Send a call and return its result. Raises KVServiceError."""
 
-    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
+    def send(self, call: AnyCall, *, timeout_s: float) -> None:
         """Send a call, to `receive` its result later."""
 
-    def receive(self) -> worker_pb2.AttendResult:
+    def receive(self) -> AnyResult:
         """Return the result of the call sent. Raises KVServiceError."""
 
     def close(self) -> None:
@@ -116,15 +121,15 @@ class InProcessTransport:
 class _InProcessStream:
     def __init__(self, transport: InProcessTransport) -> None:
         self._transport = transport
-        self._sent: worker_pb2.AttendCall | None = None
+        self._sent: AnyCall | None = None
 
-    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
+    def attend(self, call: AnyCall, *, timeout_s: float) -> worker_pb2.AttendResult:
         result: worker_pb2.AttendResult = self._transport.call(
-            WORKER.full_name, "Attend", call, timeout_s=timeout_s
+            WORKER.full_name, "Attend", as_message(call), timeout_s=timeout_s
         )
         return checked(result, call.call_id)
 
-    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
+    def send(self, call: AnyCall, *, timeout_s: float) -> None:
         del timeout_s
         self._sent = call
 
@@ -135,6 +140,11 @@ class _InProcessStream:
 
     def close(self) -> None:
         self._sent = None
+
+
+def as_message(call: AnyCall) -> worker_pb2.AttendCall:
+    """Return a call as a message."""
+    return call.message() if isinstance(call, SteadyCall) else call
 
 
 def checked(result: worker_pb2.AttendResult, call_id: int) -> worker_pb2.AttendResult:

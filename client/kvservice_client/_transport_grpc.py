@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from kvservice.wire.handshake import Shown, find_refusal
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice.wire.tracing import Tracer
 from kvservice_client._framing import join
-from kvservice_client._transport import AttendStream, checked
+from kvservice_client._steady_call import SteadyAnswer, SteadyCall
+from kvservice_client._transport import AnyCall, AnyResult, AttendStream, checked
 from kvservice_client._watchdog import NEVER, Watchdog
 
 KEEPALIVE_TIME_S: Final = 2.0
@@ -76,7 +78,7 @@ class GrpcTransport:
         self._unary = _unary_methods(self._channel)
         path = f"/{WORKER.full_name}/"
         self._attend = self._channel.stream_stream(
-            path + "Attend", None, worker_pb2.AttendResponse.FromString
+            path + "Attend"  # bytes: what may be read without being decoded is
         )
         self._write = self._channel.stream_unary(
             path + "Write", None, worker_pb2.WriteResponse.FromString
@@ -173,22 +175,26 @@ class _GrpcStream:
         self._transport = transport
         self._call: _GrpcCall | None = None
 
-    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
+    def attend(self, call: AnyCall, *, timeout_s: float) -> AnyResult:
         self.send(call, timeout_s=timeout_s)
         return self.receive()
 
-    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
+    def send(self, call: AnyCall, *, timeout_s: float) -> None:
         assert self._call is None, "the last call has not been received"
         self._call = self._transport.take()
         self._call.send(call, timeout_s)
 
-    def receive(self) -> worker_pb2.AttendResult:
+    def receive(self) -> AnyResult:
         assert self._call is not None, "nothing was sent"
         try:
             result = self._call.receive()
         except BaseException:
             self.close()  # an answer may still come: never to be taken for the next call's
             raise
+        if isinstance(result, SteadyAnswer):
+            self._transport.give(self._call)
+            self._call = None
+            return result
         call_id = self._call.call_id
         if result.call_id != call_id:
             self.close()
@@ -215,6 +221,7 @@ class _GrpcCall:
     ) -> None:
         self.deadline = NEVER
         self.call_id = 0
+        self._steady: SteadyCall | None = None  # the call under way, if it is one
         self._timeout_s = 0.0
         self._overdue = False
         self._watchdog = watchdog
@@ -230,16 +237,29 @@ class _GrpcCall:
     def active(self) -> bool:
         return bool(self._rpc.is_active())
 
-    def send(self, call: worker_pb2.AttendCall, timeout_s: float) -> None:
+    def send(self, call: AnyCall, timeout_s: float) -> None:
         self.call_id = call.call_id
         self._timeout_s = timeout_s
         self._watchdog.arm(self, self._clock.monotonic() + timeout_s)
+        if isinstance(call, SteadyCall):
+            self._steady = call
+            self._requests.put(call.frame())
+            return
+        self._steady = None
         for frame in fragments.frames(call):
             self._requests.put(frame)
 
-    def receive(self) -> worker_pb2.AttendResult:
+    def receive(self) -> AnyResult:
+        steady = self._steady
         try:
-            result: worker_pb2.AttendResult = join(self._rpc, worker_pb2.AttendResult)
+            first = next(self._rpc, None)
+            if steady is not None and first is not None:
+                answer = steady.read(first)
+                if answer is not None:
+                    return answer
+            rest = itertools.chain(() if first is None else (first,), self._rpc)
+            responses = map(worker_pb2.AttendResponse.FromString, rest)
+            result: worker_pb2.AttendResult = join(responses, worker_pb2.AttendResult)
         except grpc.RpcError as error:
             if self._overdue:
                 raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s") from error

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
@@ -23,7 +24,8 @@ from kvservice.wire import fragments
 from kvservice.wire.lane import UNIX_PREFIX, LanePipe
 from kvservice.wire.names import WORKER
 from kvservice_client._framing import join
-from kvservice_client._transport import AttendStream, Transport, checked
+from kvservice_client._steady_call import SteadyCall
+from kvservice_client._transport import AnyCall, AnyResult, AttendStream, Transport, checked
 
 CONNECT_S: Final = 2.0
 # A worker without a lane is asked again after so long.
@@ -45,6 +47,7 @@ class LaneTransport:
     def __init__(self, over_grpc: Transport, *, clock: Clock) -> None:
         self._grpc = over_grpc
         self._clock = clock
+        self.monotonic = clock.monotonic
         self._lock = threading.Lock()
         self._idle: deque[LanePipe] = deque()
         self._ask_at = 0.0
@@ -70,7 +73,7 @@ class LaneTransport:
             pipe.close()
         self._grpc.close()
 
-    def take(self, call: worker_pb2.AttendCall, timeout_s: float) -> LanePipe | None:
+    def take(self, call: AnyCall, timeout_s: float) -> LanePipe | None:
         """Return a lane that is connected and idle, or a new one; None where gRPC must serve.
 
         Raises:
@@ -81,7 +84,7 @@ class LaneTransport:
                 pipe = self._idle.pop()
             except IndexError:
                 break  # another thread was faster
-            if not _has_ended(pipe):
+            if not pipe.has_input:  # closed, or something that nobody asked for
                 return pipe
             pipe.close()
         if self._clock.monotonic() < self._ask_at:
@@ -132,40 +135,47 @@ class _LaneStream:
         self._transport = transport
         self._grpc = over_grpc
         self._pipe: LanePipe | None = None  # while a call is under way on it
-        self._call_id = 0
+        self._call: AnyCall | None = None  # likewise
         self._ends_at = 0.0
         self._timeout_s = 0.0
-        self._ping = worker_pb2.OpenLaneRequest()
 
-    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
+    def attend(self, call: AnyCall, *, timeout_s: float) -> AnyResult:
         self.send(call, timeout_s=timeout_s)
         return self.receive()
 
-    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
+    def send(self, call: AnyCall, *, timeout_s: float) -> None:
         assert self._pipe is None, "the last call has not been received"
         pipe = self._transport.take(call, timeout_s)
         if pipe is None:
             self._grpc.send(call, timeout_s=timeout_s)
             return
-        self._call_id, self._timeout_s = call.call_id, timeout_s
-        self._ping = _request(call)
-        self._ends_at = self._transport._clock.monotonic() + timeout_s
+        self._call, self._timeout_s = call, timeout_s
+        self._ends_at = self._transport.monotonic() + timeout_s
         try:
-            pipe.socket.settimeout(timeout_s)
-            pipe.send(fragments.frames(call))
+            pipe.set_timeout(min(timeout_s, SILENCE_S))
+            if isinstance(call, SteadyCall):
+                pipe.send_pieces(*call.pieces(), timeout_s)
+            else:
+                pipe.send(fragments.frames(call), timeout_s)
         except OSError as error:
             pipe.close()
             raise self._broken(error) from error
         self._pipe = pipe
 
-    def receive(self) -> worker_pb2.AttendResult:
-        pipe = self._pipe
-        if pipe is None:
+    def receive(self) -> AnyResult:
+        pipe, call = self._pipe, self._call
+        if pipe is None or call is None:
             return self._grpc.receive()
         try:
-            result: worker_pb2.AttendResult = join(
-                iter(lambda: self._frame(pipe), None), worker_pb2.AttendResult
-            )
+            raw = self._frame(pipe)
+            answer = None
+            if isinstance(call, SteadyCall) and raw is not None:
+                answer = call.read(raw)
+            if answer is not None:
+                self._pipe = self._call = None
+                self._transport.give(pipe)
+                return answer
+            result = self._joined(pipe, raw)
         except BaseException as error:
             self.close()  # an answer may still come: never to be taken for the next call's
             if isinstance(error, OSError) and not isinstance(error, KVServiceError):
@@ -173,35 +183,44 @@ class _LaneStream:
             if isinstance(error, DecodeError):
                 raise InternalError("the worker's answer cannot be decoded") from error
             raise
-        self._pipe = None
-        if result.call_id == self._call_id:
+        self._pipe = self._call = None
+        if result.call_id == call.call_id:
             self._transport.give(pipe)
         else:
             pipe.close()
-        return checked(result, self._call_id)
+        return checked(result, call.call_id)
 
     def close(self) -> None:
-        pipe, self._pipe = self._pipe, None
+        pipe, self._pipe, self._call = self._pipe, None, None
         if pipe is not None:
             pipe.close()
         self._grpc.close()
 
-    def _frame(self, pipe: LanePipe) -> worker_pb2.AttendResponse | None:
+    def _joined(self, pipe: LanePipe, first: memoryview | None) -> worker_pb2.AttendResult:
+        """Return the result that begins with a frame."""
+
+        def responses() -> Iterator[worker_pb2.AttendResponse]:
+            raw = first
+            while raw is not None:
+                yield worker_pb2.AttendResponse.FromString(raw)  # type: ignore[arg-type]
+                raw = self._frame(pipe)
+
+        result: worker_pb2.AttendResult = join(responses(), worker_pb2.AttendResult)
+        return result
+
+    def _frame(self, pipe: LanePipe) -> memoryview | None:
         """Wait for a frame; after each second of silence, ask whether the worker is alive."""
         while True:
-            left = self._ends_at - self._transport._clock.monotonic()
-            if left <= 0:
-                raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
-            pipe.socket.settimeout(min(left, SILENCE_S))
             try:
-                raw = pipe.receive()
+                return pipe.receive()
             except TimeoutError:
-                if left > SILENCE_S:
-                    self._transport.check_alive(self._ping, min(left - SILENCE_S, PING_S))
-                continue
-            if raw is None:
-                return None
-            return worker_pb2.AttendResponse.FromString(raw)  # type: ignore[arg-type]
+                left = self._ends_at - self._transport.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s") from None
+                assert self._call is not None
+                self._transport.check_alive(_request(self._call), min(left, PING_S))
+                left = self._ends_at - self._transport.monotonic()
+                pipe.set_timeout(max(0.001, min(left, SILENCE_S)))
 
     def _broken(self, error: OSError) -> KVServiceError:
         if isinstance(error, TimeoutError):
@@ -209,7 +228,7 @@ class _LaneStream:
         return Unavailable(f"the lane is broken: {error}")
 
 
-def _request(call: worker_pb2.AttendCall) -> worker_pb2.OpenLaneRequest:
+def _request(call: AnyCall) -> worker_pb2.OpenLaneRequest:
     """Return what asks for a lane, with what the call shows."""
     if not call.capability:
         return _NOTHING_TO_SHOW
@@ -228,15 +247,3 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
         return connection
     host, _, port = address.rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-
-
-def _has_ended(pipe: LanePipe) -> bool:
-    """Whether the peer has closed an idle lane, or said something that nobody asked for."""
-    try:
-        pipe.socket.setblocking(False)
-        pipe.socket.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

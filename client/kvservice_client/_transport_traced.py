@@ -11,7 +11,7 @@ from kvservice.core.errors import KVServiceError
 from kvservice.v1 import worker_pb2
 from kvservice.wire.names import WORKER
 from kvservice.wire.tracing import Tracer
-from kvservice_client._transport import AttendStream, Transport
+from kvservice_client._transport import AnyCall, AnyResult, AttendStream, Transport
 
 _ATTEND: Final = f"{WORKER.full_name}/Attend"
 
@@ -47,22 +47,22 @@ class _TracedStream:
         self._address = address
         self._span: Any = None
 
-    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> worker_pb2.AttendResult:
+    def attend(self, call: AnyCall, *, timeout_s: float) -> AnyResult:
         self._begin(call)
         return self._ended_by(lambda: self._inner.attend(call, timeout_s=timeout_s))
 
-    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
+    def send(self, call: AnyCall, *, timeout_s: float) -> None:
         self._begin(call)
         self._inner.send(call, timeout_s=timeout_s)
 
-    def receive(self) -> worker_pb2.AttendResult:
+    def receive(self) -> AnyResult:
         return self._ended_by(self._inner.receive)
 
     def close(self) -> None:
         self._end("CANCELLED")
         self._inner.close()
 
-    def _begin(self, call: worker_pb2.AttendCall) -> None:
+    def _begin(self, call: AnyCall) -> None:
         self._end("CANCELLED")  # one that was given up
         call.trace_parent = ""
         if self._tracer.is_sampled:
@@ -71,7 +71,7 @@ class _TracedStream:
             self._span.set_attribute("kvservice.step", call.step)
             call.trace_parent = self._tracer.parent(self._span)
 
-    def _ended_by(self, finish: Callable[[], worker_pb2.AttendResult]) -> worker_pb2.AttendResult:
+    def _ended_by(self, finish: Callable[[], AnyResult]) -> AnyResult:
         code = "CANCELLED"
         try:
             result = finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -71,22 +72,38 @@ class Distribution:
 EMPTY: Final = Distribution()
 
 
+_FOLD_AT: Final = 1024
+
+
 class Histogram:
-    """Counts values as they come. Thread-safe, and cheap: it is on the path of every token."""
+    """Counts values as they come. Thread-safe, and cheap: it is on the path of every token.
+
+    Values are put down as they are, which takes no lock, and sorted in when somebody looks.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
         self._lock = threading.Lock()
+        self._new: deque[float] = deque()
 
     def observe(self, value: float) -> None:
-        index = bisect_left(self._bounds, value)
-        with self._lock:
-            self._counts[index] += 1
-            self._total += value
+        self._new.append(value)
+        if len(self._new) >= _FOLD_AT:
+            with self._lock:
+                self._fold()
 
     def snapshot(self) -> Distribution:
         """Return the counts of this moment."""
         with self._lock:
+            self._fold()
             return Distribution(self._bounds, tuple(self._counts), self._total)
+
+    def _fold(self) -> None:
+        """Sort in what has come. The lock is held: nobody else takes any away."""
+        new = self._new
+        for _ in range(len(new)):
+            value = new.popleft()
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._total += value

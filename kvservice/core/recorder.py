@@ -41,6 +41,9 @@ class MethodRecorder(Protocol):
     def answered(self, code: str, seconds: float) -> None:
         """One of the calls that a stream carries has been answered."""
 
+    def carried(self, seconds: float) -> None:
+        """As `received`, `sent` and `answered`, together, of a call that went well."""
+
     def handled(self, code: str, seconds: float) -> None:
         """A call has ended, with a status code by its name (`NOT_FOUND`)."""
 
@@ -86,6 +89,9 @@ class NullMethodRecorder:
 
     def answered(self, code: str, seconds: float) -> None:
         del code, seconds
+
+    def carried(self, seconds: float) -> None:
+        del seconds
 
     def handled(self, code: str, seconds: float) -> None:
         del code, seconds

@@ -6,13 +6,14 @@ import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
+from typing import NamedTuple
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvservice import __version__, config
-from kvservice.core.distribution import SECONDS, Histogram
+from kvservice.core.distribution import SECONDS, Distribution, Histogram
 from kvservice.core.recorder import AUTH_REASONS, MethodRecorder, QueueRecorder
 from kvservice.metrics.families import Collected, Labels, gauge, gauge_by, histogram
 
@@ -39,33 +40,23 @@ class Metrics:
         prometheus_client.PlatformCollector(registry=self.registry)
         prometheus_client.GCCollector(registry=self.registry)
         self.registry.register(Collected(_of_build))
-        self.registry.register(Collected(self._durations))
+        self.registry.register(Collected(self._calls))
         self._started = self._counter("grpc_server_started", "Calls begun.", _METHOD)
         self._handled = self._counter(
             "grpc_server_handled", "Calls ended, by status code.", (*_METHOD, "grpc_code")
         )
-        self._received = self._counter("grpc_server_msg_received", "Messages received.", _METHOD)
-        self._sent = self._counter("grpc_server_msg_sent", "Messages sent.", _METHOD)
         self._turned_away = self._counter(
             "kvservice_auth_failures", "Callers who were not let in, or not to this.", ("reason",)
         )
         for reason in AUTH_REASONS:
             self._turned_away.labels(reason)
-        self._answered = self._counter(
-            "kvservice_stream_calls",
-            "Calls that streams have carried, by the status code of each.",
-            (*_CALL, "grpc_code"),
-        )
 
     def method(self, kind: str, service: str, method: str) -> MethodRecorder:
         """Return the recorder of an RPC method, with all its series at 0."""
         made = _MethodMetrics(
             (kind, service, method),
             started=self._started,
-            received=self._received,
-            sent=self._sent,
             handled=self._handled,
-            answered=self._answered,
             turned_away=self._turned_away,
         )
         self._methods.append(made)
@@ -85,26 +76,53 @@ class Metrics:
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         return Counter(name, text, tuple(labels), registry=self.registry)
 
-    def _durations(self) -> Iterator[Metric]:
-        methods = list(self._methods)
+    def _calls(self) -> Iterator[Metric]:
+        """Yield what methods count by themselves, as of one moment each."""
+        counted = [(method, method.count()) for method in self._methods]
+        for name, text, which in (
+            ("grpc_server_msg_received", "Messages received.", "received"),
+            ("grpc_server_msg_sent", "Messages sent.", "sent"),
+        ):
+            family = CounterMetricFamily(name, text, labels=_METHOD)
+            for method, counts in counted:
+                family.add_metric(tuple(method.labels.values()), getattr(counts, which))
+            yield family
+        family = CounterMetricFamily(
+            "kvservice_stream_calls",
+            "Calls that streams have carried, by the status code of each.",
+            labels=(*_CALL, "grpc_code"),
+        )
+        for method, counts in counted:
+            for code, number in counts.answered.items():
+                family.add_metric((*(method.labels[name] for name in _CALL), code), number)
+        yield family
         yield histogram(
             "grpc_server_handling_seconds",
             "How long calls took; streams, as long as they lived.",
-            [(method.labels, method.seconds.snapshot()) for method in methods],
+            [(method.labels, method.seconds.snapshot()) for method, _ in counted],
             _METHOD,
         )
         yield histogram(
             "grpc_server_first_message_seconds",
             "How long after a stream's beginning its first message went out.",
-            [(method.labels, method.first.snapshot()) for method in methods if method.streams],
+            [(method.labels, method.first.snapshot()) for method, _ in counted if method.streams],
             _METHOD,
         )
         yield histogram(
             "kvservice_stream_call_seconds",
             "How long the calls that streams carry took, from the whole call to its answer.",
-            [(method.labels, method.calls.snapshot()) for method in methods if method.carries],
+            [(method.labels, counts.seconds) for method, counts in counted if method.carries],
             _CALL,
         )
+
+
+class _Counts(NamedTuple):
+    """Messages of a method, and the calls that its streams have carried."""
+
+    received: int
+    sent: int
+    answered: dict[str, int]
+    seconds: Distribution
 
 
 class _MethodMetrics:
@@ -115,33 +133,48 @@ class _MethodMetrics:
         names: tuple[str, str, str],
         *,
         started: Counter,
-        received: Counter,
-        sent: Counter,
         handled: Counter,
-        answered: Counter,
         turned_away: Counter,
     ) -> None:
-        kind, service, method = names
         self.labels = dict(zip(_METHOD, names, strict=True))
-        self.streams = kind in ("server_stream", "bidi_stream")
-        self.carries = kind == "bidi_stream"
-        self.seconds, self.first, self.calls = (Histogram(SECONDS) for _ in range(3))
+        self.streams = names[0] in ("server_stream", "bidi_stream")
+        self.carries = names[0] == "bidi_stream"
+        self.seconds, self.first, self._calls = (Histogram(SECONDS) for _ in range(3))
         self.first_sent = self.first.observe
         self.started = started.labels(*names).inc
-        self.received = received.labels(*names).inc
-        self.sent = sent.labels(*names).inc
         handled.labels(*names, "OK")
         self._handled, self._names = handled, names
         self._refusals = turned_away
-        self._answered, self._call = answered, (service, method)
-        self._one_answered = None if not self.carries else answered.labels(*self._call, "OK").inc
+        self._lock = threading.Lock()
+        self._received = self._sent = 0
+        self._answered = {"OK": 0} if self.carries else {}
+        # What went well is put down here, which takes no lock, and counted when somebody looks.
+        self._carried = Histogram(SECONDS)
+        self.carried = self._carried.observe
+
+    def received(self) -> None:
+        with self._lock:
+            self._received += 1
+
+    def sent(self) -> None:
+        with self._lock:
+            self._sent += 1
 
     def answered(self, code: str, seconds: float) -> None:
-        if code == "OK" and self._one_answered is not None:
-            self._one_answered()
-        else:
-            self._answered.labels(*self._call, code).inc()
-        self.calls.observe(seconds)
+        with self._lock:
+            self._answered[code] = self._answered.get(code, 0) + 1
+        self._calls.observe(seconds)
+
+    def count(self) -> _Counts:
+        """Return the numbers of this moment."""
+        carried = self._carried.snapshot()
+        number = carried.num_values
+        with self._lock:
+            answered = dict(self._answered)
+            received, sent = self._received + number, self._sent + number
+        if self.carries:
+            answered["OK"] += number
+        return _Counts(received, sent, answered, self._calls.snapshot().plus(carried))
 
     def turned_away(self, reason: str) -> None:
         self._refusals.labels(reason).inc()

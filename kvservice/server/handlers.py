@@ -8,7 +8,7 @@ whose answer to undecodable ones would be INTERNAL.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,6 @@ from typing import Any, Final
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError
 
 from kvservice.clock import Clock
 from kvservice.config import ServerLimits
@@ -31,11 +30,13 @@ from kvservice.core.errors import (
 )
 from kvservice.core.recorder import MethodRecorder, RpcRecorder, auth_reason
 from kvservice.logs import REQUEST, REQUEST_KEY, Request
+from kvservice.server.attends import whole_or_pieces
 from kvservice.server.faults import explained
-from kvservice.server.guard import Credential, Guard
+from kvservice.server.guard import Attend, Credential, Guard
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
+from kvservice.server.wholes import Wholes, decode
 from kvservice.wire import status
-from kvservice.wire.fragments import Joiner, frames
+from kvservice.wire.fragments import frames
 from kvservice.wire.names import snake_case
 
 LOG = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Method:
         name: As in the path.
         whole: For framed requests, the type of the message that the frames carry.
         rule: Who may call it.
+        read: Looks at a frame that may be served without being decoded. None: there are none.
     """
 
     name: str
@@ -67,6 +69,12 @@ class Method:
     whole: type[Any] | None
     recorder: MethodRecorder
     rule: Rule
+    read: Callable[[bytes], Any] | None
+
+    def wholes(self, limits: ServerLimits) -> Wholes:
+        """Return what puts the requests of a stream together."""
+        assert self.whole is not None, f"the requests of {self.name} are not framed"
+        return Wholes(self.request, self.whole, limits.max_message_bytes)
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -74,7 +82,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(
         self,
-        service: object,
+        service: Any,
         descriptor: ServiceDescriptor,
         *,
         limits: ServerLimits,
@@ -115,6 +123,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 kind, descriptor.containing_service.full_name, descriptor.name
             ),
             rule=self._rules[descriptor.name],
+            read=getattr(self._service, f"read_{snake_case(descriptor.name)}", None),
         )
         if kind == "unary":
             return grpc.unary_unary_rpc_method_handler(self._unary(method))
@@ -137,7 +146,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 with self._calls.call(context, timeout_s=self._time_left(context)):
                     method.recorder.received()
                     rpc.identify()
-                    request = _decode(method.request, raw)
+                    request = decode(method.request, raw)
                     response = method.serve(request, rpc.admit(request))
                     encoded: bytes = response.SerializeToString()
                     self._check_size(encoded)
@@ -177,7 +186,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 with self._calls.stream(context, timeout_s=self._time_left(context)):
                     method.recorder.received()
                     rpc.identify()
-                    request = _decode(method.request, raw)
+                    request = decode(method.request, raw)
                     result = method.serve(request, rpc.admit(request))
                     for frame in frames(result, self._limits.fragment_bytes):
                         rpc.sent()
@@ -197,13 +206,34 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> Callable[..., Iterator[bytes]]:
         """Answer each call in order. A call's error travels in its result; the stream goes on."""
 
-        def serve(call: Any, rpc: _Rpc) -> tuple[Any, str]:
+        limit = self._limits.fragment_bytes
+
+        def failed(call: Any, rpc: _Rpc, error: Exception, began: float) -> Iterable[bytes]:
+            told = rpc.mapped(error)
+            method.recorder.answered(told.code.name, self._clock.monotonic() - began)
+            return frames(result_type(call_id=call.call_id, error=status.to_status(told)), limit)
+
+        def answer(raw: bytes, wholes: Wholes, rpc: _Rpc) -> Iterable[bytes]:
+            began = self._clock.monotonic()
+            said = None if method.read is None or wholes.pending else method.read(raw)
+            if said is not None and not said.begins:
+                try:
+                    frame = self._service.attend_steadily(said, rpc.admit_streamed(said))
+                except Exception as error:
+                    return failed(said, rpc, error, began)
+                if frame is not None:
+                    method.recorder.answered("OK", self._clock.monotonic() - began)
+                    return whole_or_pieces(frame, limit)
+            call = wholes.add(raw)
+            if call is None:
+                return ()
             try:
-                return method.serve(call, rpc.admit(call)), "OK"
+                more = () if method.read is None else (said,)
+                result = method.serve(call, rpc.admit(call), *more)
             except Exception as error:
-                told = rpc.mapped(error)
-                failed = result_type(call_id=call.call_id, error=status.to_status(told))
-                return failed, told.code.name
+                return failed(call, rpc, error, began)
+            method.recorder.answered("OK", self._clock.monotonic() - began)
+            return frames(result, limit)
 
         def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
             rpc = self._begin(method, context)
@@ -211,15 +241,15 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 with self._calls.stream(context, timeout_s=idle_s) as stream:
                     stream.has_ended = rpc.identify()
-                    for call in self._wholes(method, self._while_idle(raws, stream, idle_s)):
-                        began = self._clock.monotonic()
-                        result, code = serve(call, rpc)
-                        method.recorder.answered(code, self._clock.monotonic() - began)
-                        # A peer that does not take its answer holds a thread: not for ever.
-                        stream.ends_at = self._clock.monotonic() + self._limits.answer_s
-                        for frame in frames(result, self._limits.fragment_bytes):
+                    wholes = method.wholes(self._limits)
+                    for raw in self._while_idle(raws, stream, idle_s):
+                        method.recorder.received()
+                        for frame in answer(raw, wholes, rpc):
+                            # A peer that does not take its answer holds a thread: not for ever.
+                            stream.ends_at = self._clock.monotonic() + self._limits.answer_s
                             rpc.sent()
                             yield frame
+                    wholes.end()
                     if not stream.cancelled:
                         rpc.succeed()
             except Exception as error:
@@ -243,7 +273,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                     for raw in self._while_idle(raws, stream, idle_s):
                         method.recorder.received()
                         first = request is None
-                        received = _decode(method.request, raw)
+                        received = decode(method.request, raw)
                         caller = rpc.admit(received, again=not first)
                         request = received
                         answer = method.serve(request, caller, first=first)
@@ -270,23 +300,13 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             stream.ends_at = self._clock.monotonic() + idle_s
 
     def _wholes(self, method: Method, raws: Iterator[bytes]) -> Iterator[Any]:
-        """Yield the messages that frames carry, joining fragments."""
-        assert method.whole is not None
-        joiner = Joiner(self._limits.max_message_bytes)
+        wholes = method.wholes(self._limits)
         for raw in raws:
             method.recorder.received()
-            frame = _decode(method.request, raw)
-            kind = frame.WhichOneof("frame")
-            if kind == "fragment":
-                joined = joiner.add(frame.fragment)
-                if joined is not None:
-                    yield _decode(method.whole, joined)
-            elif kind == "call" and not joiner.pending:
-                yield frame.call
-            else:
-                raise InvalidRequest("expected a call or the next fragment of one")
-        if joiner.pending:
-            raise InvalidRequest("the stream ended within a message")
+            whole = wholes.add(raw)
+            if whole is not None:
+                yield whole
+        wholes.end()
 
     def _begin(self, method: Method, context: Any) -> _Rpc:
         method.recorder.started()
@@ -362,6 +382,15 @@ class _Rpc:
             self._counted = caller.tenant
         return caller
 
+    def admit_streamed(self, call: Attend) -> Caller:
+        """As `admit`, of an Attend that has not been decoded."""
+        assert self._credential is not None, "identified before"
+        caller = self._guard.admit_streamed(self._credential, self._method.rule, call)
+        if self._counted is None:
+            self._guard.calls.begin(caller.tenant)
+            self._counted = caller.tenant
+        return caller
+
     def mapped(self, error: Exception) -> KVServiceError:
         """Return what the client is told; what nobody expected is explained in the log alone."""
         if isinstance(error, KVServiceError):
@@ -407,13 +436,6 @@ class _Rpc:
         if LOG.isEnabledFor(level):
             fields = {"rpc_method": self._method.name, "rpc_outcome": outcome, **more}
             LOG.log(level, "%s %s: %s", self._method.name, outcome, text, extra=fields)
-
-
-def _decode(message: type[Any], raw: bytes | bytearray) -> Any:
-    try:
-        return message.FromString(raw)
-    except DecodeError:
-        raise InvalidRequest(f"not a {message.DESCRIPTOR.full_name}: undecodable") from None
 
 
 def _framed(descriptor: Any) -> type[Any] | None:

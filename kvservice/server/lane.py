@@ -13,24 +13,19 @@ import secrets
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
-
-from google.protobuf.message import DecodeError
+from typing import Final
 
 from kvservice.clock import Clock
 from kvservice.config import ConfigError, ServerLimits
 from kvservice.core.caller import Caller
-from kvservice.core.errors import InvalidRequest, KVServiceError, Overloaded
-from kvservice.core.recorder import MethodRecorder, RpcRecorder
-from kvservice.server.faults import explained
+from kvservice.core.errors import KVServiceError, Overloaded
+from kvservice.core.recorder import RpcRecorder
+from kvservice.server.attends import AttendService, LaneAnswers
 from kvservice.server.guard import Credential, Guard, OpenGuard
 from kvservice.server.streams import PERIOD_S
-from kvservice.v1 import worker_pb2
-from kvservice.wire import status
-from kvservice.wire.fragments import Joiner, frames
 from kvservice.wire.lane import TOKEN_BYTES, UNIX_PREFIX, LanePipe
 
 LOG = logging.getLogger(__name__)
@@ -41,12 +36,6 @@ _BACKLOG: Final = 128
 
 LaneOffer = tuple[tuple[str, ...], bytes]
 """Where to connect, and what to say first."""
-
-
-class AttendService(Protocol):
-    """What the lane serves."""
-
-    def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +166,8 @@ class LaneServer:
                     return
                 LOG.exception("accepting a lane failed")
                 continue
-            accepted.settimeout(TOKEN_LIFE_S)
             connection = _Connection(LanePipe(accepted, self._limits.max_frame_bytes))
+            connection.pipe.set_timeout(TOKEN_LIFE_S)
             with self._lock:
                 full = len(self._open) >= self._limits.max_streams or self._stopping
                 if not full:
@@ -212,11 +201,17 @@ class LaneServer:
                 return
             assert self._service is not None
             connection.credential = credential
-            connection.pipe.socket.settimeout(self._limits.idle_stream_s)
+            connection.pipe.set_timeout(self._limits.idle_stream_s)
             with self._guard.calls.one(credential.caller.tenant):
-                connection.answer_all(
-                    self._guard, self._service, self._limits, self._recorder, self._clock
+                answers = LaneAnswers(
+                    credential,
+                    guard=self._guard,
+                    service=self._service,
+                    limits=self._limits,
+                    recorder=self._recorder,
+                    clock=self._clock,
                 )
+                connection.serve(answers)
         except KVServiceError as error:  # of the framing: nothing sensible can follow
             code = error.code.name
             LOG.info("a lane is closed: %s", error)
@@ -262,43 +257,8 @@ class _Connection:
         self.pipe = pipe
         self.credential: Credential | None = None
 
-    def answer_all(
-        self,
-        guard: Guard,
-        service: AttendService,
-        limits: ServerLimits,
-        recorder: MethodRecorder,
-        clock: Clock,
-    ) -> None:
-        """Answer calls until the peer closes. A call's error travels in its result."""
-        pipe, fragment_bytes = self.pipe, limits.fragment_bytes
-        credential = self.credential
-        assert credential is not None, "let in before"
-        for call in self._calls(limits.max_message_bytes):
-            recorder.received()
-            began, code = clock.monotonic(), "OK"
-            try:
-                result = service.attend(call, guard.admit_attend(credential, call))
-            except Exception as error:
-                told = explained(error, "Attend")
-                answer, code = status.to_status(told), told.code.name
-                result = worker_pb2.AttendResult(call_id=call.call_id, error=answer)
-            pipe.send(frames(result, fragment_bytes))
-            recorder.sent()
-            recorder.answered(code, clock.monotonic() - began)
-
-    def _calls(self, max_message_bytes: int) -> Iterator[worker_pb2.AttendCall]:
-        joiner = Joiner(max_message_bytes)
-        while (raw := self.pipe.receive()) is not None:
-            try:
-                frame = worker_pb2.AttendRequest.FromString(raw)  # type: ignore[arg-type]
-                if frame.WhichOneof("frame") == "call" and not joiner.pending:
-                    yield frame.call
-                elif frame.WhichOneof("frame") == "fragment":
-                    joined = joiner.add(frame.fragment)
-                    if joined is not None:
-                        yield worker_pb2.AttendCall.FromString(bytes(joined))
-                else:
-                    raise InvalidRequest("expected a call or the next fragment of one")
-            except DecodeError:
-                raise InvalidRequest("not an AttendRequest: undecodable") from None
+    def serve(self, answers: LaneAnswers) -> None:
+        """Answer calls until the peer closes."""
+        pipe = self.pipe
+        while (raw := pipe.receive()) is not None:
+            pipe.send(answers.answer(raw))

@@ -39,14 +39,15 @@ def frames(message: Message, limit: int = FRAGMENT_BYTES) -> Iterator[bytes]:
     """
     data = message.SerializeToString()
     if len(data) <= limit:
-        yield b"".join((b"\x0a", _varint(len(data)), data))
+        yield b"".join((b"\x0a", varint(len(data)), data))
         return
     for fragment in split(data, limit):
         piece = fragment.SerializeToString()
-        yield b"".join((b"\x12", _varint(len(piece)), piece))
+        yield b"".join((b"\x12", varint(len(piece)), piece))
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """Return a number that is at least 0 as protobuf writes it."""
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)

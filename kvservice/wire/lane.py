@@ -7,9 +7,10 @@ A frame is its length, 4 bytes little-endian, and so many bytes: the same `Atten
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvservice.core.errors import TooLarge, Unavailable
@@ -20,19 +21,27 @@ UNIX_PREFIX: Final = "unix-abstract:"
 # What a frame holds beside a fragment's bytes.
 HEADROOM: Final = 64 << 10
 _LENGTH: Final = struct.Struct("<I")
+_TIMEVAL: Final = struct.Struct("@ll")
 _FIRST_BUFFER_BYTES: Final = 64 << 10
+
+Buffer = bytes | bytearray | memoryview
 
 
 class LanePipe:
     """One connected socket, sending and receiving whole frames. One thread at a time.
 
     Args:
-        connection: A connected stream socket, owned from now on. Its timeout applies to each call.
+        connection: A connected stream socket, owned from now on. It waits for ever, until
+            `set_timeout` says for how long.
         max_frame_bytes: A frame that is announced larger is refused before anything is read.
     """
 
     def __init__(self, connection: socket.socket, max_frame_bytes: int) -> None:
         self.socket = connection
+        connection.settimeout(None)  # the kernel keeps the time: no poll before each call
+        self._timeout_s: float | None = None
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         self._max_bytes = max_frame_bytes + HEADROOM
         self._buffer = bytearray(_FIRST_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -40,14 +49,47 @@ class LanePipe:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, frames: Iterable[bytes]) -> None:
+    def set_timeout(self, seconds: float) -> None:
+        """Let a call wait for so long, at most; above 0. Costs nothing if it was so before."""
+        if seconds != self._timeout_s:
+            self._timeout_s = seconds
+            whole, micros = divmod(max(1, round(seconds * 1e6)), 1_000_000)
+            value = _TIMEVAL.pack(whole, micros)
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+    @property
+    def has_input(self) -> bool:
+        """Whether there is something to receive already, the end of the stream included."""
+        return self._start != self._stop or bool(self._poll.poll(0))
+
+    def send(self, frames: Iterable[bytes], timeout_s: float | None = None) -> None:
         """Send frames.
 
+        Args:
+            timeout_s: How long a frame may take for which the peer has no room. None: as long as
+                any call.
+
         Raises:
-            OSError: The connection is broken, or the peer takes too long.
+            OSError: The connection is broken, or (TimeoutError) the peer takes too long.
         """
         for frame in frames:
-            self.socket.sendall(_LENGTH.pack(len(frame)) + frame)
+            self.send_pieces((frame,), len(frame), timeout_s)
+
+    def send_pieces(
+        self, pieces: Sequence[Buffer], num_bytes: int, timeout_s: float | None = None
+    ) -> None:
+        """Send one frame that lies in pieces, of so many bytes together; as `send`."""
+        head = _LENGTH.pack(num_bytes)
+        try:
+            sent = self.socket.sendmsg((head, *pieces), (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        if sent < _LENGTH.size + num_bytes:  # no room: wait for it, and keep the time
+            self.socket.settimeout(self._timeout_s if timeout_s is None else timeout_s)
+            try:
+                self.socket.sendall(memoryview(b"".join((head, *pieces)))[sent:])
+            finally:
+                self.socket.settimeout(None)
 
     def receive(self) -> memoryview | None:
         """Return the next frame; None at the end of the stream. Valid until the next call.
@@ -92,7 +134,10 @@ class LanePipe:
         while (rest := self._stop - self._start) < num_bytes:
             if self._stop == len(self._buffer):
                 self._make_room(num_bytes)
-            received = self.socket.recv_into(self._view[self._stop :])
+            try:
+                received = self.socket.recv_into(self._view[self._stop :])
+            except BlockingIOError:
+                raise TimeoutError("the peer takes too long") from None
             if not received and rest:
                 raise Unavailable("the lane has ended within a frame")
             if not received:

@@ -82,6 +82,65 @@ def test_the_same_outputs_as_the_long_way(
         assert bool((ours == theirs).all())
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"mask": "full", "scale": 0.5}])
+def test_several_extents_give_the_long_ways_bits(
+    served: list[bool], monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    """A prompt on three workers, with padding; only the tail stores, and all are asked."""
+    padding = np.zeros((2, 48), np.bool_)
+    padding[0, :5] = padding[1, :18] = True
+
+    def decode_spread(client: Client) -> list[Any]:
+        with client.open(num_rows=2, spread=3) as session:
+            outs = []
+            for step, count in enumerate([48, 1, 1, 1]):
+                news = np.zeros((2, count), np.bool_)
+                if step == 2:
+                    news[0] = True  # a row that has ended
+                for layer in range(LAYERS):
+                    outs.append(
+                        session.attend(
+                            layer,
+                            *tensors(kind, count, 9 * step + layer),
+                            padding=padding if step == 0 else news,
+                            **options,
+                        )
+                    )
+            assert len(session._mirror.extents) == 3
+            return outs
+
+    with embedded(num_workers=3, memory_bytes=1 << 24) as client:
+        short = decode_spread(client)
+        assert served.count(True) == 3 * (LAYERS - 1)
+        monkeypatch.setattr(Attender, "is_steady", lambda self, padding: False)
+        long = decode_spread(client)
+    for ours, theirs in zip(short, long, strict=True):
+        assert type(ours) is type(theirs)
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        assert bool((ours == theirs).all())
+
+
+def test_extents_that_change_end_the_short_way(served: list[bool]) -> None:
+    """A cut that empties the tail: the one before it takes the tokens again."""
+    with (
+        embedded(num_workers=2, memory_bytes=1 << 24) as client,
+        client.open(num_rows=2, spread=2) as session,
+    ):
+        for layer in range(LAYERS):
+            session.attend(layer, *tensors("numpy", 32, layer))
+        session.attend(0, *tensors("numpy", 1, 0))
+        session.roll_back()
+        session.pop(22)
+        assert len(session._mirror.extents) == 1
+        for _ in range(2):
+            for layer in range(LAYERS):
+                session.attend(layer, *tensors("numpy", 1, layer))
+        assert session.lengths(1) == (12, 12)
+        assert served == [False, True, True] * 2
+
+
 def test_saying_where_tokens_go_keeps_the_short_way(client: Client, served: list[bool]) -> None:
     """Caches that count say so with every layer; a wrong place is refused as ever."""
     with client.open(num_rows=2) as session:

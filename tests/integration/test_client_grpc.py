@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from kvservice.clock import SystemClock
 from kvservice.config import ServerLimits
 from kvservice.core.caller import Caller
+from kvservice.core.said import Said
 from kvservice.server.app import GrpcServer
 from kvservice.v1 import worker_pb2
 from kvservice.wire.names import WORKER
@@ -60,10 +61,15 @@ class Hooked(WorkerService):
         self.confused = False
         self.num_attends = 0
 
-    def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
+    def attend_steadily(self, said: Said, caller: Caller) -> None:
+        """Have all calls come to `attend`."""
+
+    def attend(
+        self, call: worker_pb2.AttendCall, caller: Caller, said: Said | None = None
+    ) -> worker_pb2.AttendResult:
         self.num_attends += 1
         assert self.go_on.wait(30.0)
-        result = super().attend(call, caller)
+        result = super().attend(call, caller, said)
         if self.confused:
             result.call_id += 1
         return result

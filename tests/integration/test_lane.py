@@ -131,7 +131,15 @@ def test_a_dead_worker_is_pages_lost_by_lane_too() -> None:
 class Echo:
     """Answers with the caller's tenant."""
 
-    def attend(self, call: worker_pb2.AttendCall, caller: object) -> worker_pb2.AttendResult:
+    def read_attend(self, frame: object) -> None:
+        """Have everything decoded."""
+
+    def attend_steadily(self, said: object, caller: object) -> None:
+        raise AssertionError("nothing was read")
+
+    def attend(
+        self, call: worker_pb2.AttendCall, caller: object, said: object = None
+    ) -> worker_pb2.AttendResult:
         if call.layer == 13:
             raise RuntimeError("secret-token-123")
         return worker_pb2.AttendResult(call_id=call.call_id)

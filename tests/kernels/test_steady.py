@@ -23,8 +23,9 @@ from kvservice.core.session import (
     StepHeader,
     WriteCall,
 )
-from kvservice.v1 import worker_pb2
+from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls
+from kvservice.wire.fragments import frames
 from kvservice_workers.attention import native
 from kvservice_workers.data_path import DataPath
 from kvservice_workers.data_plane.service import WorkerService
@@ -112,7 +113,7 @@ class Pair:
 
 
 def count_short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Note for each attempt at the short way whether it served."""
+    """Note for each call without a header whether the short way served it."""
     served: list[bool] = []
     original = DataPath.attend_steadily
 
@@ -155,7 +156,8 @@ def test_each_layer_group_has_its_own_short_way(monkeypatch: pytest.MonkeyPatch)
         for call in pair.calls(counts, DType.FLOAT32, 2, (8, 8)):
             window = 4 if call.layer != 1 else None
             pair.ask(replace(call, mask=Mask(window=window)))
-    assert served == [False, True, True], "the third layer; in the first step its shape is new"
+    first_step = [False, False]  # the second layer is its group's first; the third's shape is new
+    assert served == first_step + [False, True] * 2
 
 
 def ready(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[AttendCall], list[bool]]:
@@ -167,6 +169,41 @@ def ready(monkeypatch: pytest.MonkeyPatch) -> tuple[Pair, list[AttendCall], list
     served = count_short_ways(monkeypatch)
     pair.ask(first)
     return pair, others, served
+
+
+def test_partials_and_queries_alone_get_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail of a session on several workers, and those before it, which store nothing."""
+    served = count_short_ways(monkeypatch)
+    pair = Pair(SessionSpec(2, page_size=4))
+    for call in pair.calls([6, 5], DType.BFLOAT16, 4, (8, 8)):
+        pair.ask(replace(call, partial=True))
+    served.clear()
+    for _ in range(2):
+        for call in pair.calls([1, 1], DType.BFLOAT16, 4, (8, 8)):
+            tail = {"query_counts": (1, 1), "query_positions": call.positions}
+            answer = pair.ask(replace(call, partial=True, **tail))
+            assert answer.out.dtype == answer.lse.dtype == 1
+    assert served == [True] * (2 * (LAYERS - 1))
+    served.clear()
+    for _ in range(2):  # may be repeated freely
+        pair.step += 1
+        for layer in range(LAYERS):
+            alone = AttendCall(
+                SESSION,
+                1,
+                pair.step,
+                layer,
+                q=tensor(pair.rng, DType.BFLOAT16, 2, 4, 8),
+                scale=0.5,
+                mask=Mask(),
+                header=StepHeader((0, 0)) if layer == 0 else None,
+                query_counts=(1, 1),
+                query_positions=(9, 9),
+                partial=True,
+            )
+            for _ in range(2 if layer else 1):
+                pair.ask(alone)
+    assert served == [True] * (2 * 2 * (LAYERS - 1))
 
 
 def test_a_repeat_goes_the_long_way_and_gives_the_same_answer(
@@ -223,9 +260,9 @@ def test_what_is_asked_otherwise_goes_the_long_way(
     """Legal, but not what the step's first layer asked."""
     pair, [call, other], served = ready(monkeypatch)
     pair.ask(replace(call, **change))
-    assert served == []
+    assert served == [False]
     pair.ask(other)
-    assert served == [True]
+    assert served == [False, True]
 
 
 def test_a_write_in_the_middle_of_a_step_ends_the_short_way(
@@ -237,7 +274,7 @@ def test_a_write_in_the_middle_of_a_step_ends_the_short_way(
     for worker in (pair.short, pair.long):
         worker.write(TENANT, WriteCall(SESSION, 1, 0, k, k, rows=(0, 1), positions=(1, 0)))
     pair.ask(call)
-    assert served == []
+    assert served == [False]
 
 
 def test_an_arena_that_moves_meanwhile_keeps_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,14 +286,68 @@ def test_an_arena_that_moves_meanwhile_keeps_the_tokens(monkeypatch: pytest.Monk
     steady = next(iter(session.step.steady.values()))  # type: ignore[union-attr]
 
     class Moving:
-        def attend(self, *args: Any) -> bytes:
+        def answer(self, *args: Any) -> bytes | None:
             arena._place(arena.room + 1)  # new memory, without what the call is about to store
-            return steady.call.attend(*args)
+            return steady.call.answer(*args)
 
     moving = replace(steady, call=Moving())
-    session.step.steady[None] = moving  # type: ignore[union-attr]
+    session.step.steady[None, True] = moving  # type: ignore[union-attr]
     pair.service.attend(calls.attend_call_to_pb(call), ANONYMOUS)
     assert served == [True]
     assert call.k is not None
     stored = pair.short.read(TENANT, SESSION, 1, 1, 5, 6).k
     assert stored.data[: 2 * 8 * 4] == call.k.data[: 2 * 8 * 4]
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    """The fields that may differ between layers, of calls with and without each of them."""
+    q = types_pb2.Tensor(dtype=1, shape=[1, 2, 4], data=bytes(32))
+    for fields in (
+        {"call_id": 7, "session_id": "a", "layer": 3, "q": q, "scale": 0.5},
+        {"call_id": -1, "session_id": "ä", "q": q, "k": q, "v": q, "capability": b"\0\1"},
+        {"header": worker_pb2.StepHeader(counts=[1]), "trace_parent": "00-x"},
+        {},
+    ):
+        pb = worker_pb2.AttendCall(**fields)
+        for said in (
+            native.read_call(pb.SerializeToString()),
+            native.read_frame(b"".join(frames(pb))),
+        ):
+            assert said is not None
+            assert (said.call_id, said.layer) == (pb.call_id, pb.layer)
+            assert (said.session_id, said.capability) == (pb.session_id, pb.capability)
+            assert said.stores == pb.HasField("k")
+            assert said.begins == pb.HasField("header")
+            assert said.traced == bool(pb.trace_parent)
+            assert said.tensors() == (pb.q.data, pb.k.data, pb.v.data)
+
+
+def test_what_is_unusual_is_left_to_protobuf() -> None:
+    """Fields that come twice, numbers out of range, text that is none, and anything cut short."""
+    q = types_pb2.Tensor(dtype=1, shape=[1, 2, 4], data=bytes(32))
+    pb = worker_pb2.AttendCall(call_id=300, session_id="a", layer=3, q=q, k=q, scale=0.5)
+    raw = pb.SerializeToString()
+    [frame] = frames(pb)
+    assert native.read_call(raw) is not None
+    for more in (
+        b"\x30\x04",  # a second layer
+        worker_pb2.AttendCall(q=q).SerializeToString(),
+        worker_pb2.AttendCall(scale=1.0).SerializeToString(),
+        b"\x50",  # a tag without its value
+        b"\x03",  # a group
+        b"\x00\x00",  # field 0
+        b"\xff" * 11,
+    ):
+        assert native.read_call(raw + more) is None
+    assert native.read_call(b"\x12\x01\xff") is None
+    assert native.read_call(worker_pb2.AttendCall(layer=-1).SerializeToString()) is None
+    assert native.read_frame(frame + b"\0") is None
+    assert native.read_frame(b"") is None
+    for stop in range(len(frame)):
+        assert native.read_frame(frame[:stop]) is None
+    rng = np.random.default_rng(0)
+    for _ in range(2000):  # whatever it says, it must not read beyond the end
+        noise = bytearray(raw)
+        for at in rng.integers(0, len(raw), 3):
+            noise[at] = rng.integers(256)
+        native.read_call(bytes(noise[: rng.integers(len(raw) + 1)]))

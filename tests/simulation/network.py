@@ -12,7 +12,7 @@ from kvservice.core.caller import Caller
 from kvservice.core.errors import DeadlineExceeded, KVServiceError, Unavailable
 from kvservice.v1 import worker_pb2
 from kvservice.wire.names import WORKER
-from kvservice_client._transport import AttendStream
+from kvservice_client._transport import AnyCall, AttendStream, as_message
 from tests.simulation.loop import Loop, Process
 
 KEEPALIVE_S = 3.0
@@ -240,12 +240,13 @@ class _SimStream:
         self._caller = caller
         self._sent: tuple[Call, int, float] | None = None
 
-    def attend(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> Any:
+    def attend(self, call: AnyCall, *, timeout_s: float) -> Any:
         self.send(call, timeout_s=timeout_s)
         return self.receive()
 
-    def send(self, call: worker_pb2.AttendCall, *, timeout_s: float) -> None:
-        sent = self._network.send(self._source, self._address, "Attend", call, self._caller)
+    def send(self, call: AnyCall, *, timeout_s: float) -> None:
+        message = as_message(call)
+        sent = self._network.send(self._source, self._address, "Attend", message, self._caller)
         self._sent = sent, call.call_id, timeout_s
 
     def receive(self) -> Any:

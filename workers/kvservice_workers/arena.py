@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,21 @@ def page_bytes(geometry: LayerGeometry, page_size: int) -> int:
 def is_token_major(device: torch.device) -> bool:
     """Return whether pages on a device are [page_size, num_kv_heads, dim]."""
     return device.type != "cpu"
+
+
+class Place(NamedTuple):
+    """Where an arena's tensors are, while it does not move: another object each time it does.
+
+    Fields:
+        k_address, v_address: Of page 0.
+        room: Pages that the tensors have.
+        held: The tensors.
+    """
+
+    k_address: int
+    v_address: int
+    room: int
+    held: tuple[torch.Tensor, torch.Tensor]
 
 
 class Arena:
@@ -203,7 +219,7 @@ class Arena:
                 for dim in dims
             )
         self._reserved = num_pages
-        self.addresses = (self._k.data_ptr(), self._v.data_ptr())
+        self.place = Place(self._k.data_ptr(), self._v.data_ptr(), num_pages, (self._k, self._v))
 
     def _to_host(self, tensor: torch.Tensor) -> Array:
         tensor = tensor.cpu().contiguous()

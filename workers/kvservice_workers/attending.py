@@ -27,9 +27,9 @@ from kvservice.core.session import (
     StepHeader,
 )
 from kvservice_workers.attention.batch import PagedBatch
+from kvservice_workers.attention.native import Slots
 from kvservice_workers.padding import RowPadding
-from kvservice_workers.session_state import LayerGroup, WorkerSession
-from kvservice_workers.steady import Slots
+from kvservice_workers.session_state import LayerGroup, WorkerSession, same_geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def _geometry_of(k: HostTensor, v: HostTensor) -> LayerGeometry:
             f"k and v must agree in tokens, heads and dtype, got {k.shape} {k.dtype.value} and "
             f"{v.shape} {v.dtype.value}"
         )
-    return LayerGeometry(k.shape[1], k.shape[2], v.shape[2], k.dtype)
+    return same_geometry(LayerGeometry(k.shape[1], k.shape[2], v.shape[2], k.dtype))
 
 
 def _append_positions(session: WorkerSession, call: AttendCall, new_step: bool) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from kvservice.core.distribution import POWERS, SECONDS, Histogram
@@ -14,18 +15,46 @@ REPLAYED = ("Allocate", "Fork", "Pop", "Reset", "Select", "Attach", "Attend")
 DISCREPANCIES = ("leaked", "double_owned", "missing")
 
 
+_FOLD_AT = 1024
+
+
 class Timings:
-    """Distributions, which have locks of their own: attention does not hold the worker's."""
+    """Distributions, which have locks of their own: attention does not hold the worker's.
+
+    Attention calls are put down as they are, and sorted in when somebody looks.
+    """
 
     def __init__(self) -> None:
-        self.attention_seconds = Histogram(SECONDS)
-        self.attention_rows = Histogram(POWERS)
         self.session_pages = Histogram(POWERS)
+        self._seconds = Histogram(SECONDS)
+        self._rows = Histogram(POWERS)
+        self._new: deque[tuple[float, int]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def attention_seconds(self) -> Histogram:
+        """Seconds of compute of attention calls."""
+        self._fold()
+        return self._seconds
+
+    @property
+    def attention_rows(self) -> Histogram:
+        """Rows in the batch of attention calls."""
+        self._fold()
+        return self._rows
 
     def attention(self, seconds: float, num_rows: int) -> None:
         """Note one attention call: seconds of compute, and rows in the batch."""
-        self.attention_seconds.observe(seconds)
-        self.attention_rows.observe(num_rows)
+        self._new.append((seconds, num_rows))
+        if len(self._new) >= _FOLD_AT:
+            self._fold()
+
+    def _fold(self) -> None:
+        with self._lock:
+            for _ in range(len(self._new)):
+                seconds, num_rows = self._new.popleft()
+                self._seconds.observe(seconds)
+                self._rows.observe(num_rows)
 
 
 @dataclass(slots=True)

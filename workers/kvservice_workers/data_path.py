@@ -14,6 +14,7 @@ from kvservice.clock import Clock
 from kvservice.core.errors import CapacityError
 from kvservice.core.failpoints import Failpoints
 from kvservice.core.geometry import HostTensor
+from kvservice.core.said import Said
 from kvservice.core.session import AttendCall, AttendResult
 from kvservice_workers.arena import TORCH_DTYPES, Arena
 from kvservice_workers.attending import (
@@ -31,6 +32,7 @@ from kvservice_workers.padding import RowPadding
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.provision import Provision, written_pages
 from kvservice_workers.session_state import LayerGroup, Refusal, Step, WorkerSession, arena_of
+from kvservice_workers.session_table import SessionTable
 from kvservice_workers.steady import SteadyStep, settle
 
 Array = npt.NDArray[np.generic]
@@ -42,18 +44,22 @@ class DataPath:
     def __init__(
         self,
         lock: threading.RLock,
+        sessions: SessionTable,
         pools: PoolSet,
         counters: Counters,
         clock: Clock,
         failpoints: Failpoints,
     ) -> None:
         self._lock = lock  # the worker's
+        self._sessions = sessions
         self._failpoints = failpoints
         self._pools = pools
-        self._counters = counters
+        self._counters, self._timings = counters, counters.timings
         self._clock = clock
 
-    def attend(self, session: WorkerSession, call: AttendCall) -> AttendResult:
+    def attend(
+        self, session: WorkerSession, call: AttendCall, said: Said | None = None
+    ) -> AttendResult:
         """See `PageWorker.attend`."""
         plan = plan_attend(session, call)
         group = session.groups[plan.window]
@@ -74,60 +80,55 @@ class DataPath:
         partial = dispatch.attend(
             q, arena.k, arena.v, batch, _params(call, session.num_rows, arena.device)
         )
-        self._counters.timings.attention(self._clock.monotonic() - started, session.num_rows)
-        self._settle(session, group, arena, call, plan, batch)
+        self._timings.attention(self._clock.monotonic() - started, session.num_rows)
+        if said is not None:
+            self._settle(session, group, arena, call, said, plan, batch)
         if call.partial:
             return AttendResult(*to_host(partial.out, partial.lse))
         return AttendResult(*to_host(partial.out.to(TORCH_DTYPES[plan.geometry.dtype])))
 
-    def attend_steadily(
-        self,
-        session: WorkerSession,
-        steady: SteadyStep,
-        layer: int,
-        tensors: tuple[bytes, bytes, bytes],
-        scale: float,
-    ) -> bytes | None:
-        """Serve a layer the short way.
+    def attend_steadily(self, session: WorkerSession, said: Said) -> bytes | None:
+        """Serve a layer the short way, and renew the session's lease.
 
-        Args:
-            steady: What `session.step` held for the layer's group; the call asks as it says.
-            tensors: q, k, v.
+        The session may have been closed, or its lease may be over.
 
         Returns:
-            The output's bytes; None: it must go the long way, and nothing has changed.
+            The answer's frame. None: it must go the long way, and nothing has changed.
         """
-        step = session.step
-        window = session.window_of(layer)
-        group = session.groups[window]
-        fits = (
-            step is not None
-            and step.steady.get(window) is steady
-            and session.epoch == steady.epoch
-            and group.version == steady.version
-            and layer not in step.appended
-            and session.geometries.get(layer) == steady.geometry
-            and session.lengths.get(layer) == steady.positions
-        )
-        arena = group.pool.arenas.get(session.arena_index(layer))
-        if step is None or not fits or arena is None:
-            return None
         started = self._clock.monotonic()
-        addresses = arena.addresses
-        held = (arena.k, arena.v)  # should the arena move meanwhile
-        try:
-            out = steady.call.attend(*addresses, arena.room, *tensors, scale)
-        except ValueError:
+        step = session.step
+        if step is None or session.closed or not self._sessions.holds(session, started):
             return None
+        layer, stores, lengths = said.layer, said.stores, session.lengths
+        window, index = session.place_of(layer)
+        steady = step.steady.get((window, stores))
+        group, geometry = session.groups[window], session.geometries.get(layer)
+        if (
+            steady is None
+            or group.version != steady.version
+            or lengths.get(layer) != steady.positions
+            or (geometry is not steady.geometry and geometry != steady.geometry)
+            or (stores and layer in step.appended)
+        ):
+            return None
+        arena = group.pool.arenas.get(index)
+        if arena is None:
+            return None
+        place = arena.place  # which keeps the tensors, should the arena move meanwhile
+        answer = steady.call.answer(said, place.k_address, place.v_address, place.room)
+        if answer is None:
+            return None
+        ended = self._clock.monotonic()
         with self._lock:
-            if arena.addresses != addresses:
-                self._store_again(group, arena, steady, tensors)
-            session.lengths[layer] = list(steady.lengths)
-            step.appended[layer] = tuple(steady.positions)
-            self._counters.appended_bytes += len(tensors[1]) + len(tensors[2])
-        del held
-        self._counters.timings.attention(self._clock.monotonic() - started, session.num_rows)
-        return out
+            if stores:
+                if arena.place is not place:
+                    self._store_again(group, arena, steady, said)
+                lengths[layer] = steady.lengths
+                step.appended[layer] = steady.positions
+                self._counters.appended_bytes += steady.num_bytes
+            self._timings.attention(ended - started, steady.num_rows)
+            self._sessions.renew(session, ended)
+        return answer
 
     # -- attend
 
@@ -191,12 +192,12 @@ class DataPath:
         session.geometries[call.layer] = plan.geometry
         if session.starts is None:
             session.starts = list(plan.positions)
-        before = sum(session.longest_of_all())
-        session.lengths[call.layer] = list(plan.lengths)
+        before = session.longest_of_all()
+        session.lengths[call.layer] = plan.lengths
         if call.layer in session.step.appended:
             self._counters.replays["Attend"] += 1
         else:
-            grown = sum(session.longest_of_all()) - before
+            grown = sum(map(max, before, plan.lengths)) - sum(before)
             self._counters.count_stored(grown, call.k.num_bytes + call.v.num_bytes)
         session.step.appended[call.layer] = plan.positions
         return q
@@ -230,39 +231,47 @@ class DataPath:
         group: LayerGroup,
         arena: Arena,
         call: AttendCall,
+        said: Said,
         plan: AttendPlan,
         batch: PagedBatch,
     ) -> None:
         """Let the group's other layers go the short way, if they may."""
-        step = session.step
-        if step is None or group.window in step.steady:
+        step, stores = session.step, call.k is not None
+        if step is None or (group.window, stores) in step.steady:
             return
-        slots = step.slots.get((group.window, group.version, plan.positions))
-        if slots is None or batch.kv_stops.tolist() != list(plan.lengths):
+        slots = step.slots.get((group.window, group.version, plan.positions)) if stores else None
+        if (stores and slots is None) or batch.kv_stops.tolist() != list(plan.lengths):
             return
         steady = settle(
             call,
+            said,
             arena=arena,
+            geometry=plan.geometry,
             batch=batch,
             slots=slots,
+            lengths=plan.lengths,
             counts=plan.counts,
+            query_counts=plan.query_counts,
             version=group.version,
         )
         if steady is not None:
-            step.steady[group.window] = steady
+            step.steady[group.window, stores] = steady
 
     def _store_again(
         self,
         group: LayerGroup,
         arena: Arena,
         steady: SteadyStep,
-        tensors: tuple[bytes, bytes, bytes],
+        said: Said,
     ) -> None:
         """Store tokens in an arena that moved while they were stored where it was."""
+        assert steady.slots is not None, "nothing was stored"
         pages, offsets, kept = steady.slots
         dtype = steady.geometry.dtype
-        k = as_numpy(HostTensor(dtype, tuple(steady.k_shape), tensors[1]))
-        v = as_numpy(HostTensor(dtype, tuple(steady.v_shape), tensors[2]))
+        k, v = (
+            as_numpy(HostTensor(dtype, shape, data))
+            for shape, data in zip(steady.shapes, said.tensors()[1:], strict=True)
+        )
         if kept is not None:
             k, v = k[kept], v[kept]
         with group.pool.lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import ge
 
 import numpy as np
@@ -24,10 +25,11 @@ from kvservice.core.quota import UNLIMITED
 from kvservice.core.session import SessionSpec, StepHeader
 from kvservice_workers.arena import Arena
 from kvservice_workers.attention.batch import PagedBatch
+from kvservice_workers.attention.native import Slots
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.pools import Pool, PoolSet
-from kvservice_workers.steady import Slots, SteadyStep
+from kvservice_workers.steady import SteadyKey, SteadyStep
 
 SessionKey = tuple[str, str]  # tenant, session id
 
@@ -90,8 +92,8 @@ class Step:
     # Derived values that layers share, by what they depend on.
     slots: dict[Hashable, Slots] = field(default_factory=dict)
     batches: dict[Hashable, PagedBatch] = field(default_factory=dict)
-    # By window: what serves the layers of a group that come after its first.
-    steady: dict[int | None, SteadyStep] = field(default_factory=dict)
+    # What serves the layers of a group that come after its first.
+    steady: dict[SteadyKey, SteadyStep] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class WorkerSession:
         self.step: Step | None = None
         self.begins_at_zero = False  # rather than where another worker's extent ends
         self.starts: list[int] | None = None
-        self.lengths: dict[int, list[int]] = {}  # by layer
+        self.lengths: dict[int, tuple[int, ...]] = {}  # by layer; layers mostly share one tuple
         self.geometries: dict[int, LayerGeometry] = {}  # by layer, once known
         self.groups: dict[int | None, LayerGroup] = {}  # by window
         self.padding = [RowPadding() for _ in range(spec.num_rows)]
@@ -140,10 +142,11 @@ class WorkerSession:
         self.refused_step: Refusal | None = None
         self.refused_write: Refusal | None = None
         self.ttl_s = spec.ttl_s
+        self._places: dict[int, tuple[int | None, int]] = {}
         self.quota = UNLIMITED  # of its tenant, when it was opened
         for layer, stated in enumerate(spec.layers):
             if stated.geometry is not None:
-                self.geometries[layer] = stated.geometry
+                self.geometries[layer] = same_geometry(stated.geometry)
 
     @property
     def num_rows(self) -> int:
@@ -184,6 +187,17 @@ class WorkerSession:
         window = self.spec.layers[layer].window
         return sum(other.window == window for other in self.spec.layers[:layer])
 
+    def place_of(self, layer: int) -> tuple[int | None, int]:
+        """Return a layer's window, and which of its pool's arenas is the layer's.
+
+        Raises:
+            InvalidRequest: The session does not have this layer.
+        """
+        place = self._places.get(layer)
+        if place is None:
+            place = self._places[layer] = (self.window_of(layer), self.arena_index(layer))
+        return place
+
     def start_of(self, row: int) -> int:
         return self.starts[row] if self.starts is not None else 0
 
@@ -199,9 +213,10 @@ class WorkerSession:
         return max((lengths[row] for lengths in self.lengths.values()), default=self.start_of(row))
 
     def longest_of_all(self) -> list[int]:
-        if not self.lengths:
-            return [self.start_of(row) for row in range(self.num_rows)]
-        return [max(column) for column in zip(*self.lengths.values(), strict=True)]
+        different = list({id(lengths): lengths for lengths in self.lengths.values()}.values())
+        if len(different) < 2:
+            return list(different[0]) if different else list(self.starts or (0,) * self.num_rows)
+        return list(map(max, *different))
 
     def promise_of(self, group: LayerGroup) -> int:
         """Return how many pages are promised to a group now."""
@@ -309,6 +324,12 @@ class WorkerSession:
             for table, length in zip(group.tables, longest, strict=True):
                 pages = cdiv(length, group.page_size)
                 assert len(table.entries) <= pages, "pages beyond the row's end"
+
+
+@lru_cache(maxsize=1024)
+def same_geometry(geometry: LayerGeometry) -> LayerGeometry:
+    """Return one object for equal geometries, so that comparing them costs nothing."""
+    return geometry
 
 
 def arena_of(pools: PoolSet, session: WorkerSession, layer: int, geometry: LayerGeometry) -> Arena:

@@ -54,7 +54,7 @@ class SessionTable:
     def find(self, tenant: str, session_id: str) -> WorkerSession | None:
         """Return a session whose lease holds; None if there is none."""
         session = self._sessions.get((tenant, session_id))
-        if session is None or self._leases.deadline(session.key) >= self._clock.monotonic():
+        if session is None or self.holds(session, self._clock.monotonic()):
             return session
         if not session.lock.acquire(blocking=False):  # in the middle of a call
             return session
@@ -64,6 +64,13 @@ class SessionTable:
     def peek(self, tenant: str, session_id: str) -> WorkerSession | None:
         """Return a session whatever its lease. For hints: the worker's lock is not needed."""
         return self._sessions.get((tenant, session_id))
+
+    def holds(self, session: WorkerSession, now: float) -> bool:
+        """Whether the lease of a session that is not closed holds, at a monotonic time.
+
+        Who has the session's lock needs not the worker's: a session is removed under both.
+        """
+        return self._leases.deadline(session.key) >= now
 
     def find_repeat(self, key: SessionKey, origin: Hashable) -> WorkerSession | None:
         """Return the session that the same request has opened before; None if there is none.
@@ -76,9 +83,11 @@ class SessionTable:
             raise AlreadyExists("this session id is in use for another request")
         return existing
 
-    def renew(self, session: WorkerSession) -> None:
+    def renew(self, session: WorkerSession, now: float | None = None) -> None:
         """Let the lease run from now."""
-        self._leases.renew(session.key, self._clock.monotonic() + session.ttl_s)
+        if now is None:
+            now = self._clock.monotonic()
+        self._leases.renew(session.key, now + session.ttl_s)
 
     def add(self, session: WorkerSession) -> None:
         """Begin a session's lease."""

@@ -66,9 +66,9 @@ class Structure:
                 reach = cdiv(keep[row], group.page_size) * group.page_size
                 group.evicted[row] = min(group.evicted[row], reach) if keep[row] else 0
             group.changed()
-        for lengths in session.lengths.values():
-            for row, length in enumerate(lengths):
-                lengths[row] = min(length, keep[row])
+        session.lengths = {
+            layer: tuple(map(min, lengths, keep)) for layer, lengths in session.lengths.items()
+        }
         for row, padding in enumerate(session.padding):
             padding.cut(keep[row])
         self._settle_starts(session, keep)
@@ -95,7 +95,8 @@ class Structure:
         if session.starts is not None:
             session.starts = [session.starts[row] for row in rows]
         session.lengths = {
-            layer: [lengths[row] for row in rows] for layer, lengths in session.lengths.items()
+            layer: tuple([lengths[row] for row in rows])
+            for layer, lengths in session.lengths.items()
         }
         if targets is not None:
             session.targets = [targets[row] for row in rows]
@@ -123,8 +124,7 @@ class Structure:
         child.starts = None if parent.starts is None else list(parent.starts)
         child.geometries = dict(parent.geometries)
         child.lengths = {
-            layer: [min(length, cut) for length, cut in zip(lengths, keep, strict=True)]
-            for layer, lengths in parent.lengths.items()
+            layer: tuple(map(min, lengths, keep)) for layer, lengths in parent.lengths.items()
         }
         child.padding = [padding.copy() for padding in parent.padding]
         for row, padding in enumerate(child.padding):

@@ -71,15 +71,15 @@ class TokenAccess:
             session.padding = padding
             session.starts = starts
             session.last_write = max(session.last_write, call.number)
-            before = sum(session.longest_of_all())
+            before = session.longest_of_all()
             self._zero_gaps(group, arena, old, rows, positions, lengths)
             self._put(group, arena, rows, positions, call.k, call.v)
-            session.lengths[call.layer] = lengths
+            session.lengths[call.layer] = tuple(lengths)
             if session.step is not None:
                 session.step.appended.pop(call.layer, None)
                 session.step.batches.clear()  # padding may have changed
                 session.step.steady.clear()
-            grown = sum(session.longest_of_all()) - before
+            grown = sum(map(max, before, lengths)) - sum(before)
             self._counters.count_stored(grown, call.k.num_bytes + call.v.num_bytes)
         return tuple(lengths)
 

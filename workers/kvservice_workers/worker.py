@@ -24,6 +24,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.quota import QuotaOf, unlimited
+from kvservice.core.said import Said
 from kvservice.core.session import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -51,7 +52,6 @@ from kvservice_workers.snapshot import (
     session_info,
     worker_stats,
 )
-from kvservice_workers.steady import SteadyStep
 from kvservice_workers.structure import Structure
 from kvservice_workers.token_access import TokenAccess
 
@@ -100,7 +100,9 @@ class PageWorker:
         self._promises = Promises(self._pools)
         self._structure = Structure(self._pools, self._promises, self._counters)
         self._tokens = TokenAccess(self._lock, self._pools, self._counters)
-        self._data = DataPath(self._lock, self._pools, self._counters, clock, failpoints)
+        self._data = DataPath(
+            self._lock, self._sessions, self._pools, self._counters, clock, failpoints
+        )
         self._draining = False
         self._discrepancies: set[Discrepancy] = set()  # found by the last audit
 
@@ -437,8 +439,11 @@ class PageWorker:
 
     # -- data
 
-    def attend(self, tenant: str, call: AttendCall) -> AttendResult:
+    def attend(self, tenant: str, call: AttendCall, said: Said | None = None) -> AttendResult:
         """Store new k and v of one layer, attend, return the output; see `worker.proto`.
+
+        Args:
+            said: The call as it came. With it, later layers of the step may go the short way.
 
         Raises:
             Whatever `worker.proto` lists for Attend; see there for what has changed.
@@ -448,7 +453,7 @@ class PageWorker:
             session.check_open()
             try:
                 with self._counting_refusals():
-                    result = self._data.attend(session, call)
+                    result = self._data.attend(session, call, said)
                 if session.followed_by and session.targets is not None:
                     with self._lock:
                         self._promises.lapse(session)
@@ -456,40 +461,20 @@ class PageWorker:
             finally:
                 self._renew(session)
 
-    def find_steady(self, tenant: str, session_id: str, layer: int) -> SteadyStep | None:
-        """Return what a call on a layer must ask for to be served the short way; None: it cannot.
-
-        Only a hint, taken without a lock: `attend_steadily` looks again.
-        """
-        session = self._sessions.peek(tenant, session_id)
-        step = None if session is None else session.step
-        if session is None or step is None:
-            return None
-        layers = session.spec.layers
-        return step.steady.get(layers[layer].window if 0 <= layer < len(layers) else None)
-
-    def attend_steadily(
-        self,
-        tenant: str,
-        session_id: str,
-        steady: SteadyStep,
-        layer: int,
-        tensors: tuple[bytes, bytes, bytes],
-        scale: float,
-    ) -> bytes | None:
-        """Serve a layer that asks as `steady` says, with q, k and v as raw bytes, the short way.
+    def attend_steadily(self, tenant: str, said: Said) -> bytes | None:
+        """Serve a layer the short way, if it asks what the first layer of its step has asked.
 
         Returns:
-            The output's bytes, [tokens, heads, v_dim] in the layer's dtype. None: take `attend`,
-            nothing has changed.
+            The serialized `AttendResponse`. None: take `attend`, nothing has changed.
 
         Raises:
-            SessionNotFound, InvalidRequest (no such layer).
+            InvalidRequest: No such layer.
         """
-        session = self._use(tenant, session_id)
+        session = self._sessions.peek(tenant, said.session_id)
+        if session is None:
+            return None
         with session.lock:
-            session.check_open()
-            return self._data.attend_steadily(session, steady, layer, tensors, scale)
+            return self._data.attend_steadily(session, said)
 
     def write(self, tenant: str, call: WriteCall) -> tuple[int, ...]:
         """Store k and v at listed positions; return the layer's lengths. All or nothing.

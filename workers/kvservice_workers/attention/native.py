@@ -17,14 +17,37 @@ import numpy.typing as npt
 import torch
 
 from kvservice.core.errors import InternalError
+from kvservice.core.said import Said
 from kvservice.core.session import Mask, MaskKind
 from kvservice_workers.attention.batch import AttentionParams, PagedBatch, Partial
+
+# Pages and offsets of tokens, and which tokens these are: None for all.
+Slots = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64] | None]
+_NO_SLOTS = np.zeros(0, np.int64)
 
 _missing: str | None = None
 try:
     from kvservice_workers import _native
+    from kvservice_workers._native import read_call as read_call  # or it is of older sources
+    from kvservice_workers._native import read_frame as read_frame
 except ImportError as error:
     _missing = f"the extension kvservice_workers._native was not built or does not load: {error}"
+
+    def read_call(data: bytes | bytearray | memoryview, /) -> Said | None:
+        """Read a serialized `AttendCall`.
+
+        Returns:
+            What aliases `data`, which must stay as it is. None: it is unusual in some way, or no
+            call at all, or there is no extension: protobuf reads it.
+        """
+        del data
+        return None
+
+    def read_frame(data: bytes | bytearray | memoryview, /) -> Said | None:
+        """As `read_call`, of the `AttendRequest` that carries a call whole."""
+        del data
+        return None
+
 
 _MASKS = {MaskKind.FULL: 0, MaskKind.CAUSAL: 1, MaskKind.CHUNK: 1}
 """Numbers of `Mask` in kernel.h; a chunk only moves the lowest position that a query sees."""
@@ -164,23 +187,16 @@ _NUM_CORES = _num_cores()
 class PreparedCall(Protocol):
     """What all layers of a step share, as `_native.Step` holds it."""
 
-    def attend(
-        self,
-        k_address: int,
-        v_address: int,
-        num_pages: int,
-        q: bytes,
-        k: bytes,
-        v: bytes,
-        scale: float,
-        /,
-    ) -> bytes:
-        """Store a layer's new k and v, attend with its q, and return the output in their dtype.
+    def answer(self, call: Said, k_address: int, v_address: int, num_pages: int, /) -> bytes | None:
+        """Store a layer's new k and v, attend with its q, and return the `AttendResponse`'s bytes.
 
         The GIL is released.
 
+        Returns:
+            None: The call differs from the one that the step was prepared for in more than call
+            id, layer, scale and the tensors' values; or it has a header. Nothing has changed.
+
         Raises:
-            ValueError: A tensor has not the bytes that the step was prepared for.
             IndexError: A page table names a page that does not exist.
         """
 
@@ -195,21 +211,26 @@ def prepare(
     v_pages: torch.Tensor,
     batch: PagedBatch,
     mask: Mask,
-    slots: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64] | None],
+    slots: Slots | None,
+    said: Said,
     *,
     num_tokens: int,
     num_q_heads: int,
+    partial: bool,
 ) -> PreparedCall:
     """Prepare a step: its layers differ in tensors and scale alone.
 
     Args:
         k_pages, v_pages: Of one layer, for shapes and dtype. Contiguous.
         mask: FULL, CAUSAL or CHUNK.
-        slots: Pages and offsets of the new tokens that are stored, and which ones these are.
+        slots: Pages and offsets of the new tokens that are stored, and which ones these are. None:
+            the calls bring no tokens.
+        said: A call that has been answered: others must be alike.
         num_tokens: New tokens, those that are not stored included.
+        partial: The answer is float32, with lse.
     """
     _, num_kv_heads, page_size, k_dim = k_pages.shape
-    pages, offsets, tokens = slots
+    pages, offsets, tokens = (_NO_SLOTS, _NO_SLOTS, None) if slots is None else slots
     prepared: PreparedCall = _native.Step(
         element=_ELEMENTS[k_pages.dtype],
         num_kv_heads=num_kv_heads,
@@ -234,5 +255,7 @@ def prepare(
         offsets=offsets,
         tokens=tokens,
         num_tokens=num_tokens,
+        partial=partial,
+        like=said,
     )
     return prepared

@@ -13,15 +13,18 @@ from kvservice.core.access import Rights
 from kvservice.core.caller import Caller, Role
 from kvservice.core.errors import InvalidRequest, StaleWorker, Unimplemented
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
+from kvservice.core.said import Said
 from kvservice.core.session import SessionInfo, check_session_id
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls, convert
 from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb, session_to_pb
 from kvservice.wire.names import WORKER
 from kvservice.wire.tracing import find_tracer
-from kvservice_workers.data_plane.shortcut import asks_steadily, steady_result
+from kvservice_workers.attention.native import read_call, read_frame
 from kvservice_workers.worker import PageWorker
 
+# Calls with more bytes than this are no decoding steps.
+_SMALL_BYTES: Final = 1 << 20
 _ATTEND: Final = f"{WORKER.full_name}/Attend"
 
 Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
@@ -220,7 +223,19 @@ class WorkerService:
 
     # The data path
 
-    def attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
+    def attend(
+        self, call: worker_pb2.AttendCall, caller: Caller, said: Said | None = None
+    ) -> worker_pb2.AttendResult:
+        """Serve a call.
+
+        Args:
+            said: The same call as it came, where the short way has been tried with it.
+        """
+        if said is None and len(call.q.data) + len(call.k.data) <= _SMALL_BYTES:
+            said = read_call(call.SerializeToString())
+            frame = None if said is None else self.attend_steadily(said, caller)
+            if frame is not None:
+                return worker_pb2.AttendResponse.FromString(frame).result
         if self._tracer is not None and call.trace_parent:
             attributes: dict[str, int | str] = {
                 "kvservice.worker": self._worker.config.worker_id,
@@ -228,29 +243,38 @@ class WorkerService:
                 "kvservice.step": call.step,
             }
             with self._tracer.serving(_ATTEND, call.trace_parent, attributes):
-                return self._attend(call, caller)
-        return self._attend(call, caller)
+                return self._attend(call, caller, said)
+        return self._attend(call, caller, said)
 
-    def _attend(self, call: worker_pb2.AttendCall, caller: Caller) -> worker_pb2.AttendResult:
+    def _attend(
+        self, call: worker_pb2.AttendCall, caller: Caller, said: Said | None
+    ) -> worker_pb2.AttendResult:
         if call.incarnation != self._incarnation:
             self._check_incarnation(call.incarnation)
-        if not call.HasField("header"):
-            steady = self._worker.find_steady(caller.tenant, call.session_id, call.layer)
-            if steady is not None and asks_steadily(call, steady):
-                out = self._worker.attend_steadily(
-                    caller.tenant,
-                    call.session_id,
-                    steady,
-                    call.layer,
-                    (call.q.data, call.k.data, call.v.data),
-                    call.scale,
-                )
-                if out is not None:
-                    self._passed("attend.stored")
-                    return steady_result(call, steady, out)
-        result = self._worker.attend(caller.tenant, calls.attend_call_from_pb(call))
+        result = self._worker.attend(caller.tenant, calls.attend_call_from_pb(call), said)
         self._passed("attend.stored")
         return calls.attend_result_to_pb(result, call.call_id)
+
+    def read_attend(self, frame: bytes | memoryview) -> Said | None:
+        """Look at an `AttendRequest` that may be served by `attend_steadily`.
+
+        Returns:
+            What aliases the frame. None: decode it, and take `attend`.
+        """
+        return read_frame(frame)
+
+    def attend_steadily(self, said: Said, caller: Caller) -> bytes | None:
+        """Serve a call that asks what the first layer of its step has asked.
+
+        Returns:
+            The serialized `AttendResponse`. None: take `attend`; nothing has changed.
+        """
+        if said.begins or (said.traced and self._tracer is not None):
+            return None
+        frame = self._worker.attend_steadily(caller.tenant, said)
+        if frame is not None:
+            self._passed("attend.stored")
+        return frame
 
     def write(self, call: worker_pb2.WriteCall, caller: Caller) -> worker_pb2.WriteResponse:
         self._check_incarnation(call.incarnation)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernel.h"
+#include "message.h"
 #include "step.h"
 
 namespace {
@@ -142,6 +143,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "kvservice_workers._native", nullpt
 
 PyMODINIT_FUNC PyInit__native() {
   PyObject* created = PyModule_Create(&module);
-  if (created && kvservice::add_step_type(created) != 0) Py_CLEAR(created);
+  if (created && (kvservice::add_call_type(created) != 0 || kvservice::add_step_type(created) != 0))
+    Py_CLEAR(created);
   return created;
 }

@@ -1,13 +1,16 @@
 // A step of one layer group, prepared once for all its layers: store a layer's new keys and
-// values, attend, and return the output as it travels. `steady.py` is its only user.
+// values, attend, and return the answer as it travels. `steady.py` is its only user.
 
 #include "step.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "kernel.h"
+#include "message.h"
 
 namespace kvservice {
 namespace {
@@ -18,10 +21,13 @@ struct Step {
   std::vector<Py_buffer>* views;         // of the arrays that `call` and the slots point into
   std::vector<const uint8_t*>* padding;  // per row
   std::vector<float>* sums;              // out, then lse
+  std::vector<float>* q;                 // a layer's queries, aligned
   const int64_t *pages, *offsets;        // of each stored token
   const int64_t* tokens;                 // which of the new tokens these are; null: all, in order
   int64_t num_slots, num_tokens, num_queries;
-  Py_ssize_t q_bytes, k_bytes, v_bytes, out_bytes;
+  Py_ssize_t q_bytes, k_bytes, v_bytes;
+  bool partial;       // the answer is one: float32, with lse
+  std::string* same;  // what a call must keep to be served; see Message
 };
 
 size_t element_size(Element element) { return element == Element::kFloat32 ? 4 : 2; }
@@ -98,6 +104,8 @@ void dealloc(PyObject* self) {
   delete step->views;
   delete step->padding;
   delete step->sums;
+  delete step->q;
+  delete step->same;
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -108,23 +116,29 @@ PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
       "element", "num_kv_heads", "group_size", "page_size", "k_dim", "v_dim",
       "page_tables", "max_pages", "kv_starts", "kv_stops", "q_starts", "q_positions",
       "chunk_origins", "padding", "query_padding", "mask", "window", "chunk", "num_threads",
-      "pages", "offsets", "tokens", "num_tokens", nullptr};
+      "pages", "offsets", "tokens", "num_tokens", "partial", "like", nullptr};
   long long element, heads, group, page_size, k_dim, v_dim, max_pages, mask, window, chunk, threads;
   long long num_tokens;
   PyObject *tables, *starts, *stops, *q_starts, *q_positions, *origins, *padding, *query_padding;
-  PyObject *pages, *offsets, *tokens;
+  PyObject *pages, *offsets, *tokens, *like;
+  int partial;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "LLLLLLOLOOOOOOOLLLLOOOL", const_cast<char**>(names), &element, &heads,
+          args, kwargs, "LLLLLLOLOOOOOOOLLLLOOOLpO", const_cast<char**>(names), &element, &heads,
           &group, &page_size, &k_dim, &v_dim, &tables, &max_pages, &starts, &stops, &q_starts,
           &q_positions, &origins, &padding, &query_padding, &mask, &window, &chunk, &threads,
-          &pages, &offsets, &tokens, &num_tokens))
+          &pages, &offsets, &tokens, &num_tokens, &partial, &like))
     return nullptr;
+  const Message* asked = message_of(like);
+  if (!asked) return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (!self) return nullptr;
   Step* step = reinterpret_cast<Step*>(self);
   step->views = new std::vector<Py_buffer>();
   step->padding = new std::vector<const uint8_t*>();
   step->sums = new std::vector<float>();
+  step->q = new std::vector<float>();
+  step->same = new std::string(reinterpret_cast<const char*>(asked->same), asked->num_same);
+  step->partial = partial;
   Call& call = step->call = Call{};
   call.element = static_cast<Element>(element);
   call.num_kv_heads = heads, call.group_size = group, call.page_size = page_size;
@@ -160,66 +174,65 @@ PyObject* create(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   step->q_bytes = step->num_queries * heads * group * k_dim * size;
   step->k_bytes = num_tokens * heads * k_dim * size;
   step->v_bytes = num_tokens * heads * v_dim * size;
-  step->out_bytes = step->num_queries * heads * group * v_dim * size;
   step->sums->resize(step->num_queries * heads * group * (v_dim + 1));
+  step->q->resize((step->q_bytes + sizeof(float) - 1) / sizeof(float));
   return self;
 }
 
-// attend(k_address, v_address, num_pages, q, k, v, scale) -> bytes
-PyObject* attend_layer(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+// Whether a call asks what the step was prepared for, of another layer.
+bool fits(const Step& step, const Message& message) {
+  return message.num_same == step.same->size() &&
+         memcmp(message.same, step.same->data(), message.num_same) == 0 && !message.has_header &&
+         message.has_scale && std::isfinite(message.scale) && message.q.size == step.q_bytes &&
+         message.k.size == step.k_bytes && message.v.size == step.v_bytes;
+}
+
+// answer(call, k_address, v_address, num_pages) -> bytes or None
+PyObject* answer_call(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   Step* step = reinterpret_cast<Step*>(self);
-  if (num_args != 7) return PyErr_Format(PyExc_TypeError, "attend takes 7 arguments, got %zd", num_args);
+  if (num_args != 4) return PyErr_Format(PyExc_TypeError, "answer takes 4 arguments, got %zd", num_args);
+  const Message* message = message_of(args[0]);
+  if (!message) return nullptr;
+  if (!fits(*step, *message)) Py_RETURN_NONE;
   Call call = step->call;
-  char* k_arena = static_cast<char*>(PyLong_AsVoidPtr(args[0]));
-  char* v_arena = static_cast<char*>(PyLong_AsVoidPtr(args[1]));
-  call.num_pages = PyLong_AsLongLong(args[2]);
-  call.scale = static_cast<float>(PyFloat_AsDouble(args[6]));
+  char* k_arena = static_cast<char*>(PyLong_AsVoidPtr(args[1]));
+  char* v_arena = static_cast<char*>(PyLong_AsVoidPtr(args[2]));
+  call.num_pages = PyLong_AsLongLong(args[3]);
+  call.scale = static_cast<float>(message->scale);
   if (PyErr_Occurred()) return nullptr;
-  const Py_ssize_t wanted[3] = {step->q_bytes, step->k_bytes, step->v_bytes};
-  Py_buffer views[3];
-  int held = 0;
-  bool fits = true;
-  for (; held < 3 && fits; held++) {
-    if (PyObject_GetBuffer(args[3 + held], &views[held], PyBUF_SIMPLE) != 0) {
-      fits = false;
-      break;
-    }
-    if (views[held].len != wanted[held]) {
-      PyErr_Format(PyExc_ValueError, "a tensor of %zd bytes where %zd are needed", views[held].len, wanted[held]);
-      fits = false;
-    }
-  }
-  for (int64_t i = 0; fits && i < step->num_slots; i++)
-    if (step->pages[i] < 0 || step->pages[i] >= call.num_pages) {
-      PyErr_SetString(PyExc_IndexError, "a slot is on a page that does not exist");
-      fits = false;
-    }
-  PyObject* answer = fits ? PyBytes_FromStringAndSize(nullptr, step->out_bytes) : nullptr;
-  int64_t bad_row = -1;
-  if (answer) {
-    float* out = step->sums->data();
-    const size_t count = step->num_queries * call.num_kv_heads * call.group_size * call.v_dim;
-    Py_BEGIN_ALLOW_THREADS
-    call.q = views[0].buf, call.k_pages = k_arena, call.v_pages = v_arena;
-    call.out = out, call.lse = out + count;
-    store(*step, static_cast<const char*>(views[1].buf), k_arena, call.k_page_stride, call.k_dim);
-    store(*step, static_cast<const char*>(views[2].buf), v_arena, call.v_page_stride, call.v_dim);
-    bad_row = attend(call);
-    convert(out, count, call.element, PyBytes_AS_STRING(answer));
-    Py_END_ALLOW_THREADS
-  }
-  for (int i = 0; i < held; i++) PyBuffer_Release(&views[i]);
+  for (int64_t i = 0; i < step->num_slots; i++)
+    if (step->pages[i] < 0 || step->pages[i] >= call.num_pages)
+      return PyErr_SetString(PyExc_IndexError, "a slot is on a page that does not exist"), nullptr;
+  const int64_t num_q_heads = call.num_kv_heads * call.group_size;
+  const Answer answer = {message->call_id, step->partial ? Element::kFloat32 : call.element,
+                         step->num_queries, num_q_heads, call.v_dim, step->partial};
+  uint8_t *out_bytes, *lse_bytes = nullptr;
+  PyObject* bytes = new_answer(answer, &out_bytes, &lse_bytes);
+  if (!bytes) return nullptr;
+  int64_t bad_row;
+  float* out = step->sums->data();
+  const size_t num_lse = step->num_queries * num_q_heads, num_out = num_lse * call.v_dim;
+  Py_BEGIN_ALLOW_THREADS
+  memcpy(step->q->data(), message->q.data, step->q_bytes);
+  call.q = step->q->data(), call.k_pages = k_arena, call.v_pages = v_arena;
+  call.out = out, call.lse = out + num_out;
+  store(*step, reinterpret_cast<const char*>(message->k.data), k_arena, call.k_page_stride, call.k_dim);
+  store(*step, reinterpret_cast<const char*>(message->v.data), v_arena, call.v_page_stride, call.v_dim);
+  bad_row = attend(call);
+  convert(out, num_out, answer.element, out_bytes);
+  if (lse_bytes) memcpy(lse_bytes, call.lse, num_lse * sizeof(float));
+  Py_END_ALLOW_THREADS
   if (bad_row >= 0) {
-    Py_DECREF(answer);
+    Py_DECREF(bytes);
     return PyErr_Format(PyExc_IndexError, "the page table of row %lld names a page that does not exist",
                         static_cast<long long>(bad_row));
   }
-  return answer;
+  return bytes;
 }
 
 PyMethodDef methods[] = {
-    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(attend_layer)),
-     METH_FASTCALL, "Store one layer's new keys and values, attend, and return the output's bytes."},
+    {"answer", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(answer_call)),
+     METH_FASTCALL, "Store one layer's new keys and values, attend, and return the answer's frame."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,0 +1,106 @@
+"""A stream's capability is verified once, and is admitted no longer than it holds."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import pytest
+
+from kvservice.clock import ManualClock
+from kvservice.core.access import RULES, Rights
+from kvservice.core.caller import Caller, Role
+from kvservice.core.capability import Keyring
+from kvservice.core.errors import KVServiceError, PermissionDenied, Unauthenticated
+from kvservice.server.guard import Credential, Guard
+from kvservice.wire.names import WORKER
+
+ALICE, BOB = Caller("alice", Role.TENANT), Caller("bob", Role.TENANT)
+S, T = (str(uuid.UUID(int=number, version=4)) for number in (1, 2))
+RULE = RULES[WORKER.full_name]["Attend"]
+
+
+@dataclass
+class Shown:
+    session_id: str
+    capability: bytes
+
+
+class Door:
+    """A guard whose keys can be changed, and who comes to it."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.keys = Keyring([b"a" * 32])
+        self.guard = Guard("w", clock=self.clock, keys=lambda: self.keys)
+        self.credential = Credential(None)
+
+    def issue(self, caller: Caller = ALICE, session: str = S, ttl_s: float = 600.0) -> bytes:
+        return self.guard.issue(caller, session, ttl_s, Rights.WRITE)
+
+    def admit(self, session: str, capability: bytes) -> Caller:
+        """Come by lane, and by stream: both say the same."""
+        shown = Shown(session, capability)
+        try:
+            by_lane = self.guard.admit_attend(self.credential, shown)
+        except KVServiceError as error:
+            with pytest.raises(type(error)):
+                self.guard.admit_streamed(self.credential, RULE, shown)
+            raise
+        assert self.guard.admit_streamed(self.credential, RULE, shown) == by_lane
+        return by_lane
+
+
+@pytest.fixture
+def door() -> Door:
+    door = Door()
+    assert door.admit(S, door.issue()) == ALICE  # remembered from now on
+    return door
+
+
+def test_what_was_admitted_is_admitted_again(door: Door) -> None:
+    """The same, another session's, and the first one again."""
+    first, second = door.issue(), door.issue(BOB, T)
+    for _ in range(2):
+        assert door.admit(S, first) == ALICE
+        assert door.admit(T, second) == BOB
+
+
+def test_it_ends_with_its_time(door: Door) -> None:
+    """To the second."""
+    capability = door.issue()
+    door.admit(S, capability)
+    door.clock.advance(599.0)
+    door.admit(S, capability)
+    door.clock.advance(1.0)
+    with pytest.raises(Unauthenticated, match="expired"):
+        door.admit(S, capability)
+
+
+def test_it_ends_with_its_key(door: Door) -> None:
+    """A key is added, then the old one is gone."""
+    capability = door.issue()
+    door.admit(S, capability)
+    door.keys = Keyring([b"b" * 32, b"a" * 32])
+    door.admit(S, capability)
+    door.keys = Keyring([b"b" * 32])
+    with pytest.raises(Unauthenticated):
+        door.admit(S, capability)
+
+
+def test_it_is_one_sessions(door: Door) -> None:
+    """Shown for another session right after its own."""
+    capability = door.issue()
+    door.admit(S, capability)
+    with pytest.raises(PermissionDenied):
+        door.admit(T, capability)
+
+
+def test_bytes_that_differ_are_verified(door: Door) -> None:
+    """One bit."""
+    capability = door.issue()
+    door.admit(S, capability)
+    with pytest.raises(Unauthenticated):
+        door.admit(S, capability[:-1] + bytes([capability[-1] ^ 1]))
+    with pytest.raises(Unauthenticated, match="not known"):
+        door.admit(S, b"")
