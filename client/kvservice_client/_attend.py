@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 import numpy.typing as npt
 
 from kvservice.core.errors import (
+    CapacityError,
     InternalError,
-    KVServiceError,
     OutOfPages,
 )
 from kvservice.core.geometry import DType
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.tensors import dtype_to_pb
 from kvservice_client._arrays import cast_float32, from_host
-from kvservice_client._ask import Ask, Lengths, set_tensor, tensor_data
+from kvservice_client._ask import FULL, Ask, Lengths, set_tensor, tensor_data
 from kvservice_client._changes import Changes
 from kvservice_client._extents import Extent, cut_into_parts
-from kvservice_client._links import OUTCOME_UNKNOWN, Links, Outcome
+from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, Failure, Links, Outcome
 from kvservice_client._merge import Partial, merge
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._room import find_room
@@ -127,10 +128,10 @@ class Attender:
     def _fail_steadily(
         self,
         calls: Sequence[tuple[Extent, SteadyCall]],
-        outcomes: Sequence[SteadyAnswer | KVServiceError],
+        outcomes: Sequence[SteadyAnswer | Failure],
     ) -> NoReturn:
         """Note what is known after calls of which not all were answered, and raise the error."""
-        errors = [outcome for outcome in outcomes if isinstance(outcome, KVServiceError)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, FAILED)]
         for (_, call), outcome in zip(calls, outcomes, strict=True):
             stored = isinstance(outcome, (SteadyAnswer, *OUTCOME_UNKNOWN))
             if call.stores and stored:
@@ -153,9 +154,10 @@ class Attender:
         for _ in range(MAX_TAILS_TRIED):
             parts = parts_of(mirror, step, ask, positions)
             calls = [self._call(step, ask, positions, part) for part in parts]
+            copies = _for_twins(calls)
             mirror.last_step = max(mirror.last_step, step.number)
             try:
-                outcomes = self._links.attend(calls)
+                outcomes = self._links.attend([*calls, *copies])
             except BaseException:  # interrupted: what was sent may be stored
                 if ask.tokens is not None:
                     mirror.uncertain, mirror.step = True, step
@@ -166,16 +168,23 @@ class Attender:
                     (part, call) for part, (_, call) in zip(parts, calls, strict=True)
                 ]
                 self._commit(step, ask, positions, parts)
-                return self._output(step, ask, positions, parts, outcomes)
+                return self._output(step, ask, positions, parts, outcomes[: len(calls)])
             spread = sum(any(part.counts) for part in parts) > 1
-            if not isinstance(error, OutOfPages) or step.begun or spread:
-                break
-            cause = find_room(mirror, self._links, max(step.counts))
-            if cause is not None:
-                break
-            step.number = mirror.last_step + 1  # what was refused stays refused
+            if isinstance(error, CapacityError) and not step.begun and not spread:
+                if copies and any(not isinstance(one, FAILED) for one in outcomes):
+                    # One of the two copies had room, the other had not.
+                    mirror.uncertain, mirror.step = True, step
+                    self._changes.undo(step)
+                    step = _again(step)
+                    outcomes = [error] * len(outcomes)
+                if isinstance(error, OutOfPages):
+                    cause = find_room(mirror, self._links, max(step.counts))
+                    if cause is None:
+                        step.number = mirror.last_step + 1  # what was refused stays refused
+                        continue
+            break
         assert error is not None
-        self._fail(step, ask, parts, outcomes, error)
+        self._fail(step, ask, [*calls, *copies], outcomes, error)
         raise error from cause
 
     # -- before
@@ -193,7 +202,7 @@ class Attender:
 
     def _call(
         self, step: Step, ask: Ask, positions: Lengths, part: Part
-    ) -> tuple[Any, worker_pb2.AttendCall]:
+    ) -> tuple[Extent, worker_pb2.AttendCall]:
         mirror, scoring = self._mirror, ask.scoring
         call = worker_pb2.AttendCall(
             call_id=next(self._call_ids),
@@ -259,7 +268,7 @@ class Attender:
         mirror.step, mirror.padding = step, step.padding
         for part in parts:
             if part.extent not in step.greeted:
-                step.greeted.append(part.extent)
+                step.greeted += part.extent.copies
                 part.extent.knows_padding = True
         if ask.tokens is not None and ask.layer not in step.appended:
             step.appended[ask.layer] = positions
@@ -271,18 +280,17 @@ class Attender:
         self,
         step: Step,
         ask: Ask,
-        parts: Sequence[Part],
+        calls: Sequence[tuple[Extent, worker_pb2.AttendCall]],
         outcomes: Sequence[Outcome],
-        error: KVServiceError,
+        error: Failure,
     ) -> None:
         """Note what is known after a call that has failed."""
         mirror = self._mirror
         if ask.tokens is None:
             return
-        stores = [any(part.counts) for part in parts]
+        stores = [call.HasField("k") for _, call in calls]
         stored = any(
-            stores[i] and not isinstance(outcome, KVServiceError)
-            for i, outcome in enumerate(outcomes)
+            stores[i] and not isinstance(outcome, FAILED) for i, outcome in enumerate(outcomes)
         )
         unknown = any(
             stores[i] and isinstance(outcome, OUTCOME_UNKNOWN) for i, outcome in enumerate(outcomes)
@@ -323,9 +331,46 @@ class Attender:
         return cast_float32(out, queries.dtype)
 
 
-def _worst(outcomes: Sequence[object]) -> KVServiceError | None:
+def _for_twins(
+    calls: Sequence[tuple[Extent, worker_pb2.AttendCall]],
+) -> list[tuple[Extent, worker_pb2.AttendCall]]:
+    """Return what the other copies are told: all that changes anything, and no queries.
+
+    So their state is that of the copy which is asked, by epoch, step and layer.
+    """
+    told: list[tuple[Extent, worker_pb2.AttendCall]] = []
+    for extent, call in calls:
+        if extent.twin is None or not (call.HasField("k") or call.HasField("header")):
+            continue
+        copy = worker_pb2.AttendCall(
+            call_id=call.call_id,
+            session_id=call.session_id,
+            incarnation=extent.twin.incarnation,
+            epoch=call.epoch,
+            step=call.step,
+            layer=call.layer,
+            header=call.header if call.HasField("header") else None,
+            q=types_pb2.Tensor(dtype=call.q.dtype, shape=[0, *call.q.shape[1:]]),
+            positions=call.positions,
+            query_counts=[0] * len(call.positions or call.query_counts or call.header.counts),
+            mask=FULL,
+            scale=call.scale,
+        )
+        if call.HasField("k"):
+            copy.k.CopyFrom(call.k)
+            copy.v.CopyFrom(call.v)
+        told.append((extent.twin, copy))
+    return told
+
+
+def _again(step: Step) -> Step:
+    """Return a step as it was before anybody had heard of it."""
+    return replace(step, begun=False, failed_layer=None, greeted=[])
+
+
+def _worst(outcomes: Sequence[object]) -> Failure | None:
     """Return the error that says most about the session, or None. The tail's comes last."""
-    errors = [outcome for outcome in outcomes if isinstance(outcome, KVServiceError)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, FAILED)]
     for kind in OUTCOME_UNKNOWN:
         for error in errors:
             if isinstance(error, kind):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,15 +18,20 @@ from kvservice.core.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvservice.core.extents import num_stored
+from kvservice.core.session import SessionInfo
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths, adopt
-from kvservice_client._links import OUTCOME_UNKNOWN, Links
-from kvservice_client._mirror import Mirror
+from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopyGivenUp, Links
+from kvservice_client._mirror import Mirror, Step
 from kvservice_client._padding import Padding
 
 TELL_TIMEOUT_S: Final = 1.0
 """How long a manager is waited for that decoding does not need."""
+
+LET_KNOW_S: Final = 0.2
+"""How long decoding waits for a manager to look at a session that goes on with one copy."""
 
 TURNED_AWAY: Final = (QuotaExceeded, Overloaded, Unauthenticated, PermissionDenied, Draining)
 """Refusals that may come before a worker has looked at the session."""
@@ -41,6 +46,7 @@ class Change:
         adopt: Makes the mirror what the workers are, once all have it.
         begun: Whether a worker has it for certain.
         perhaps_made: Whether the worker that is asked next may have it: an answer is missing.
+        leaves_behind: Whether somebody may come back with what is of before.
     """
 
     method: str
@@ -48,6 +54,7 @@ class Change:
     adopt: Callable[[], None]
     begun: bool = False
     perhaps_made: bool = False
+    leaves_behind: bool = False
 
 
 class Changes:
@@ -65,24 +72,52 @@ class Changes:
     def settle(self) -> None:
         """Finish a change whose outcome is unknown.
 
+        If copies were given up meanwhile, the others go to the next epoch: so that those, should
+        they come back, are known to be old.
+
         Raises:
             KVServiceError: It is still unknown; call again.
         """
-        change = self._pending
-        if change is not None:
-            while change.requests:
-                extent, request = change.requests[0]
-                if not extent.lost:
-                    self._send(change, extent, request)
-                change.requests.pop(0)
-            self._pending = None
-            leaves_behind = self._mirror.num_given_up > 0
-            change.adopt()
-            self._links.settle_extents()
-            if leaves_behind and self._mirror.extents:
-                self._tell_front()
-        if not self._mirror.extents:
+        mirror = self._mirror
+        while self._pending is not None or mirror.num_given_up > mirror.num_left_behind:
+            self._finish(self._pending or self._going_on())
+        if not mirror.extents:
             self._open_again()
+
+    def _finish(self, change: Change) -> None:
+        self._pending = change
+        while change.requests:
+            extent, request = change.requests[0]
+            if not extent.lost:
+                with suppress(CopyGivenUp):  # another one gets the change, or has it
+                    self._send(change, extent, request)
+            change.requests.pop(0)
+        self._pending = None
+        may_come_back = self._mirror.may_come_back
+        change.adopt()
+        self._links.settle_extents()
+        if may_come_back and self._mirror.extents:
+            self._tell_front()
+        elif change.leaves_behind:
+            self._let_front_know()
+
+    def _going_on(self) -> Change:
+        """Return the change that leaves behind the copies that were given up."""
+        mirror = self._mirror
+        number = mirror.num_given_up
+        requests = [
+            (
+                extent,
+                types_pb2.AttachRequest(
+                    session_id=mirror.id,
+                    incarnation=extent.incarnation,
+                    epoch=mirror.epoch,
+                    keep_step=True,
+                ),
+            )
+            for extent in mirror.everywhere
+        ]
+        return Change("Attach", requests, lambda: mirror.go_on(number), leaves_behind=True)
 
     def pop(self, keep: Sequence[int]) -> None:
         """Cut every layer of row r to `keep[r]`, and forget lost extents above.
@@ -121,7 +156,8 @@ class Changes:
             PagesLost: Another extent was found to be lost; what is left is known now.
         """
         mirror = self._mirror
-        stored = self.refresh() if mirror.uncertain else {}
+        marks_older = mirror.step is not None and mirror.step.marks_older
+        stored = self.refresh(is_cut_next=not marks_older) if mirror.uncertain else {}
         lost = mirror.find_lost()
         keep = mirror.shortest()
         if lost is not None:
@@ -166,14 +202,27 @@ class Changes:
 
         self._make("Select", request, lambda: mirror.select(rows))
 
-    def refresh(self) -> dict[Extent, Lengths]:
+    def undo(self, step: Step) -> None:
+        """Take back the first call of a step, which one copy has stored and the other has not.
+
+        Raises:
+            CopyGivenUp: It has said more than can be taken back.
+        """
+        self._pop(step.positions, self.refresh(is_cut_next=not step.marks_older))
+
+    def refresh(self, *, is_cut_next: bool = False) -> dict[Extent, Lengths]:
         """Ask the workers what they have stored, after a call whose outcome is unknown.
+
+        Args:
+            is_cut_next: To where all copies are alike. Otherwise one that lacks what the other one
+                has is given up.
 
         Returns:
             What each extent's worker says its rows end at.
 
         Raises:
             StaleEpoch: Somebody has taken the session over.
+            CopyGivenUp: Of two copies one was behind.
         """
         mirror = self._mirror
         nothing = (0,) * mirror.num_rows
@@ -184,26 +233,46 @@ class Changes:
         for extent in mirror.extents:
             if extent.lost:
                 continue
-            request = types_pb2.GetSessionRequest(session_id=mirror.id)
-            answer = self._links.unary(extent, "GetSession", request)
-            info = convert.session_from_pb(answer.session)
-            if info.epoch != mirror.epoch:
-                raise StaleEpoch(
-                    f"the session is at epoch {info.epoch}, this holder at {mirror.epoch}",
-                    epoch=info.epoch,
-                )
-            mirror.last_step = max(mirror.last_step, info.step)
-            stored[extent] = info.extents[0].stops or nothing
+            infos = {copy: self._ask_where(copy) for copy in extent.copies}
+            self._check_level(infos, is_cut_next=is_cut_next)
+            mirror.last_step = max(mirror.last_step, *(info.step for info in infos.values()))
+            stored |= {copy: info.extents[0].stops or nothing for copy, info in infos.items()}
             if has_gap:  # what lies beside it need not reach as far as the next one begins
                 extent.stops = stored[extent]
-            padding = padding.united(Padding.of(mirror.num_rows, info.padding))
-            for layer, of_layer in enumerate(info.lengths):
-                known = lengths.get(layer, nothing)
+            for info in infos.values():
+                padding = padding.united(Padding.of(mirror.num_rows, info.padding))
+            # What one of the copies lacks is nothing to count on.
+            for layer, of_copies in enumerate(
+                zip(*(info.lengths for info in infos.values()), strict=False)
+            ):
+                known, of_layer = lengths.get(layer, nothing), _lowest(of_copies)
                 lengths[layer] = tuple(map(max, known, of_layer))
         mirror.lengths = {layer: one for layer, one in lengths.items() if any(one)}
         mirror.padding = padding
         mirror.uncertain, mirror.is_late_possible = False, True
         return stored
+
+    def _ask_where(self, extent: Extent) -> SessionInfo:
+        """Ask a worker where the session stands there."""
+        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
+        answer = self._links.unary(extent, "GetSession", request)
+        info = convert.session_from_pb(answer.session)
+        if info.epoch != self._mirror.epoch:
+            raise StaleEpoch(
+                f"the session is at epoch {info.epoch}, this holder at {self._mirror.epoch}",
+                epoch=info.epoch,
+            )
+        return info
+
+    def _check_level(self, infos: Mapping[Extent, SessionInfo], *, is_cut_next: bool) -> None:
+        """Give up a copy that lacks what the other one has, unless a cut takes it from that too."""
+        seen = {
+            copy: (info.last_write, *(() if is_cut_next else (info.current_step, num_stored(info))))
+            for copy, info in infos.items()
+        }
+        behind = min(seen, key=lambda copy: seen[copy])
+        if seen[behind] < max(seen.values()):
+            raise self._links.give_up(behind)
 
     # -- on all workers, or on none
 
@@ -242,7 +311,7 @@ class Changes:
         request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
         try:
             answer = self._links.unary(extent, "GetSession", request)
-        except KVServiceError:
+        except FAILED:
             return False
         return bool(answer.session.epoch == epoch)
 
@@ -290,6 +359,12 @@ class Changes:
         with suppress(KVServiceError):
             self._links.ask_front("GetSession", request, timeout_s=TELL_TIMEOUT_S)
 
+    def _let_front_know(self) -> None:
+        """As `_tell_front`, of a copy: what answers is noted, even if the copy is waited for."""
+        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
+        with suppress(KVServiceError):
+            self._links.tell_front("GetSession", request, timeout_s=LET_KNOW_S)
+
     def _is_released(self) -> bool:
         """Release what is left by the session's id; return whether that is certain."""
         mirror = self._mirror
@@ -300,3 +375,7 @@ class Changes:
         except (Unavailable, DeadlineExceeded):
             return False
         return True
+
+
+def _lowest(lengths: Sequence[Lengths]) -> Lengths:
+    return tuple(map(min, *lengths)) if len(lengths) > 1 else lengths[0]

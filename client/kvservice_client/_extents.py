@@ -1,4 +1,4 @@
-"""Which worker holds which positions of a session, as the client knows it."""
+"""Which workers hold which positions of a session, as the client knows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Lengths = tuple[int, ...]
 class Extent:
     """Positions [starts[row], stops[row]) of each row, on one incarnation of one worker.
 
-    Of the tail, `stops` is not kept: it ends where the session does.
+    Of the tail, `stops` is not kept: it ends where the session does. Of a twin neither is: it holds
+    what the extent holds that has it.
 
     Fields:
         stream: The session's own way to the worker for Attend, once opened.
@@ -25,6 +26,8 @@ class Extent:
         replaced: It lives another life: what it held is gone for certain.
         knows_padding: Whether the worker has been told of all padding so far.
         capability: What it has issued with the answer that told of it. The lease takes it over.
+        group: The number by which the service knows its copies.
+        twin: The other copy, on another worker: asked for nothing, but told all that changes.
     """
 
     address: str
@@ -37,6 +40,24 @@ class Extent:
     replaced: bool = False
     knows_padding: bool = True
     capability: bytes = field(default=b"", repr=False)
+    group: int = 0
+    twin: Extent | None = None
+
+    @property
+    def copies(self) -> tuple[Extent, ...]:
+        """This one, which is asked, and its twin."""
+        return (self,) if self.twin is None else (self, self.twin)
+
+    def hand_over(self) -> Extent:
+        """Let the twin be the one that is asked, and have no twin; return it."""
+        twin, self.twin = self.twin, None
+        assert twin is not None, "there is no other copy"
+        twin.starts, twin.stops, twin.knows_padding = self.starts, self.stops, self.knows_padding
+        return twin
+
+    def close_streams(self) -> None:
+        for copy in self.copies:
+            copy.close_stream()
 
     def close_stream(self) -> None:
         if self.stream is not None:
@@ -65,19 +86,21 @@ def adopt(
 
     Args:
         known: The extents and spares so far.
-        told: In position order, the tail last, with addresses that can be dialled.
+        told: In position order, the tail last, copies side by side, with addresses that can be
+            dialled.
         longest: Per row: where the session ends.
-        spread: On how many workers the first tokens go.
+        spread: On how many workers the first tokens go, copies counted once.
 
     Returns:
         Extents in position order, and spares: those that hold nothing, and are not the tail.
     """
-    by_life = {(extent.address, extent.incarnation): extent for extent in known}
+    holder_of = {_life(copy): extent for extent in known for copy in extent.copies}
     num_open = 1 if any(longest) else spread
     extents: list[Extent] = []
     spares: list[Extent] = []
-    for index, one in enumerate(told):
-        extent = by_life.get((one.address, one.incarnation))
+    grouped = _grouped(told)
+    for index, (one, *others) in enumerate(grouped):
+        extent = next((holder_of[_life(c)] for c in (one, *others) if _life(c) in holder_of), None)
         if extent is None:
             extent = Extent(
                 one.address,
@@ -85,10 +108,11 @@ def adopt(
                 one.starts or longest,
                 one.stops or longest,
                 one.worker_id,
+                group=one.group,
             )
             extent.knows_padding = index == 0 or any(map(int.__lt__, one.starts, one.stops))
-        extent.capability = one.capability or extent.capability
-        if len(told) - index > num_open and one.starts == one.stops:
+        _pair(extent, (one, *others))
+        if len(grouped) - index > num_open and one.starts == one.stops:
             extent.starts = extent.stops = one.stops or (0,) * len(longest)
             extent.knows_padding = False
             spares.append(extent)
@@ -101,6 +125,30 @@ def adopt(
     listed = {id(extent) for extent in (*extents, *spares)}
     spares += [one for one in known if id(one) not in listed and one.starts == one.stops]
     return extents, spares
+
+
+def _life(extent: Extent | core.Extent) -> tuple[str, str]:
+    return (extent.address, extent.incarnation)
+
+
+def _grouped(told: Sequence[core.Extent]) -> list[list[core.Extent]]:
+    """Put copies together, each group where its first is."""
+    groups: dict[object, list[core.Extent]] = {}
+    for one in told:
+        groups.setdefault(one.group or _life(one), []).append(one)
+    return list(groups.values())
+
+
+def _pair(extent: Extent, told: Sequence[core.Extent]) -> None:
+    """Take over what is told of an extent's copies. A twin that is not mentioned stays one."""
+    for one in told:
+        known = next((copy for copy in extent.copies if _life(copy) == _life(one)), None)
+        if known is None and extent.twin is None:
+            known = extent.twin = Extent(
+                one.address, one.incarnation, (), (), one.worker_id, group=one.group
+            )
+        if known is not None:
+            known.capability = one.capability or known.capability
 
 
 def cut_into_parts(counts: Sequence[int], num_parts: int, page_size: int) -> list[Lengths]:

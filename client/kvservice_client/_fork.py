@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-from kvservice.core.errors import KVServiceError
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import Links
+from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
 
 
@@ -29,8 +28,9 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
         if token_count is None or min(extent.starts) < token_count
     ]
     opened: list[types_pb2.Session] = []
+    copies = [copy for extent in extents for copy in extent.copies]
     try:
-        for extent in extents:
+        for extent in copies:
             request = types_pb2.ForkRequest(
                 session_id=parent.id,
                 incarnation=extent.incarnation,
@@ -40,8 +40,8 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
                 clip=len(parent.extents) > 1,
             )
             opened.append(links.unary(extent, "Fork", request).session)
-    except KVServiceError:
-        addresses = tuple(extent.address for extent in extents if not extent.lost)
+    except FAILED:
+        addresses = tuple(extent.address for extent in copies if not extent.lost)
         leases.release_soon(Lease(child_id, parent.spec.ttl_s, addresses, math.inf))
         raise
     keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows
@@ -51,12 +51,26 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
         layer: tuple(map(min, lengths, keep)) for layer, lengths in parent.lengths.items()
     }
     child.padding = parent.padding.cut(keep)
-    for extent, answer in zip(extents, opened, strict=True):
-        mine = Extent(
-            extent.address, extent.incarnation, extent.starts, extent.stops, extent.worker_id
-        )
+    answers = dict(zip(copies, opened, strict=True))
+    for extent in extents:
+        mine = _child_of(extent, answers[extent])
+        mine.starts, mine.stops = extent.starts, extent.stops
         mine.knows_padding = extent.knows_padding
-        mine.capability = answer.extents[0].capability
         mine.cut(keep)
+        if extent.twin is not None:
+            mine.twin = _child_of(extent.twin, answers[extent.twin])
         child.extents.append(mine)
     return child
+
+
+def _child_of(extent: Extent, answer: types_pb2.Session) -> Extent:
+    told = answer.extents[0]
+    return Extent(
+        extent.address,
+        extent.incarnation,
+        (),
+        (),
+        extent.worker_id,
+        capability=told.capability,
+        group=told.group,
+    )

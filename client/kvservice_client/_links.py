@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -16,6 +17,7 @@ from kvservice.core.errors import (
     KVServiceError,
     Overloaded,
     PagesLost,
+    SessionNotFound,
     StaleEpoch,
     StaleWorker,
     Unavailable,
@@ -23,7 +25,7 @@ from kvservice.core.errors import (
 )
 from kvservice.v1 import manager_pb2, types_pb2, worker_pb2
 from kvservice.wire import convert
-from kvservice.wire.names import WORKER
+from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._connections import FRONT, Connections
 from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease
@@ -32,7 +34,16 @@ from kvservice_client._retry import Attempt, ServerDead, Verdict
 from kvservice_client._steady_call import SteadyAnswer, SteadyCall
 from kvservice_client._transport import AnyCall, AttendStream
 
-OUTCOME_UNKNOWN: Final = (PagesLost, Unavailable, DeadlineExceeded, InternalError)
+
+class CopyGivenUp(Exception):
+    """A copy was given up, and another one has all that was acknowledged: `Changes.settle`, and the
+    same call again. Never leaves the client."""
+
+
+FAILED: Final = (KVServiceError, CopyGivenUp)
+"""What a call on a worker may end with, instead of its result."""
+
+OUTCOME_UNKNOWN: Final = (PagesLost, CopyGivenUp, Unavailable, DeadlineExceeded, InternalError)
 """After these it is not known whether a call was carried out. The worst comes first."""
 
 ASK_TIMEOUT_S: Final = 0.5
@@ -45,9 +56,11 @@ _VERDICTS: Final = {
     manager_pb2.WORKER_STATE_DRAINING: Verdict.ALIVE,
 }
 
+
 T = TypeVar("T")
 AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
-Outcome = worker_pb2.AttendResult | KVServiceError
+Failure = KVServiceError | CopyGivenUp
+Outcome = worker_pb2.AttendResult | Failure
 AnyOutcome = Outcome | SteadyAnswer
 
 
@@ -57,6 +70,9 @@ class Links:
     Every method tries again while a worker does not answer; when it counts as dead, or lives
     another life, the extent is marked lost and PagesLost raised. One that lives, but that no way
     leads to, is never lost: WorkerLost, in the end.
+
+    Where there are two copies, one that does not answer is given up as soon as the other one does:
+    CopyGivenUp. As long as neither answers, neither is.
     """
 
     def __init__(self, connections: Connections, mirror: Mirror, lease: Lease) -> None:
@@ -107,7 +123,7 @@ class Links:
 
     def attend_steadily(
         self, calls: Sequence[tuple[Extent, SteadyCall]]
-    ) -> list[SteadyAnswer | KVServiceError]:
+    ) -> list[SteadyAnswer | Failure]:
         """As `attend`, of calls that are put together from pieces."""
         capabilities = self.lease.capabilities
         for extent, call in calls:
@@ -139,19 +155,30 @@ class Links:
         """
         mirror = self._mirror
         while mirror.spares and len(mirror.extents) + len(mirror.spares) > mirror.spec.spread:
-            extent = mirror.spares[-1]
-            request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
-            try:
-                self.unary(extent, "Release", request)
-            except KVServiceError:
-                if not extent.lost:
-                    break
-            mirror.spares.pop().close_stream()
+            if not all(self._give_back(copy) for copy in mirror.spares[-1].copies):
+                break
+            mirror.spares.pop().close_streams()
         self.follow_extents()
+
+    def _give_back(self, extent: Extent) -> bool:
+        """Release what a worker holds of the session; return False if it cannot be reached."""
+        mirror = self._mirror
+        request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
+        try:
+            self.unary(extent, "Release", request)
+        except FAILED:
+            return extent.lost
+        return True
 
     def ask_front(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
         """Call the client's own server."""
         return self.connections.ask(FRONT, method, request, timeout_s=timeout_s)
+
+    def tell_front(self, method: str, request: Message, *, timeout_s: float) -> None:
+        """Make a call whose answer nobody needs, once."""
+        if not self.connections.lone_worker:
+            transport = self.connections.to(FRONT)
+            transport.call(MANAGER.full_name, method, request, timeout_s=timeout_s)
 
     def told_extents(self, session: types_pb2.Session) -> list[core.Extent]:
         """Return the extents of an answer, with addresses to dial."""
@@ -183,7 +210,14 @@ class Links:
         except (ServerDead, StaleWorker) as error:
             extent.lost, extent.replaced = True, isinstance(error, StaleWorker)
             extent.close_stream()
+            if self._mirror.give_up(extent):
+                raise CopyGivenUp(f"the worker at {extent.address} is given up") from error
             raise self._lost(extent) from error
+        except SessionNotFound as error:
+            other = self._mirror.other_copy(extent)
+            if other is not None and self._holds(other):  # its lease was over on one of the two
+                raise self.give_up(extent) from error
+            raise
         except Draining:
             raise
         except StaleEpoch:
@@ -196,9 +230,14 @@ class Links:
 
     def _judge(self, extent: Extent, is_over: bool) -> Verdict:
         """Say whether a silent worker lives: by the manager's word, or at last by its own."""
+        other = self._mirror.other_copy(extent)
+        if other is not None and self._holds(other):
+            return Verdict.DEAD  # to us it is: we need not wait to know more
         verdict = self._ask_manager_about(extent)
         if verdict is Verdict.DEAD or not is_over:
             return verdict
+        if other is not None:
+            return Verdict.ALIVE  # it may as well be we who are cut off from both
         request = types_pb2.PageStatsRequest(
             session_id=self._mirror.id,
             capability=self.lease.capabilities.get(extent.address, b""),
@@ -224,6 +263,38 @@ class Links:
                 return _VERDICTS.get(one.state, Verdict.UNKNOWN)
         return Verdict.UNKNOWN
 
+    def _holds(self, extent: Extent) -> bool:
+        """Whether a worker answers that it holds the session, in the life that we know."""
+        request = types_pb2.GetSessionRequest(
+            session_id=self._mirror.id,
+            capability=self.lease.capabilities.get(extent.address, b""),
+        )
+        try:
+            transport = self.connections.to(extent.address)
+            answer = transport.call(
+                WORKER.full_name, "GetSession", request, timeout_s=self.connections.knock_s
+            )
+        except KVServiceError:
+            return False
+        return bool(answer.session.extents[0].incarnation == extent.incarnation)
+
+    def give_up(self, extent: Extent) -> CopyGivenUp:
+        """Go on without a copy whose worker lives, but that is of no use; return what to raise."""
+        extent.lost = True
+        extent.close_stream()
+        known = self._mirror.give_up(extent)
+        assert known, "there is no other copy"
+        request = types_pb2.ReleaseRequest(
+            session_ids=[self._mirror.id], epochs=[self._mirror.epoch]
+        )
+        capability = self.lease.capabilities.get(extent.address)
+        if capability:
+            request.capabilities[:] = [capability]
+        with suppress(KVServiceError):  # or its lease ends
+            transport = self.connections.to(extent.address)
+            transport.call(WORKER.full_name, "Release", request, timeout_s=self.connections.knock_s)
+        return CopyGivenUp(f"the copy at {extent.address} is given up")
+
     def _lost(self, extent: Extent) -> KVServiceError:
         if self._mirror.find_lost() is None:  # a spare: nothing was there
             return WorkerLost(f"the worker at {extent.address} has died")
@@ -235,7 +306,7 @@ class Links:
 
         try:
             return self._run(extent, attempt)
-        except KVServiceError as error:
+        except FAILED as error:
             return error
 
     def _send(self, extent: Extent, call: AnyCall) -> bool:
@@ -249,7 +320,7 @@ class Links:
     def _receive(self, extent: Extent, call: AnyCall) -> AnyOutcome:
         try:
             result = self._stream(extent).receive()
-        except (Unavailable, Overloaded, StaleEpoch, StaleWorker):
+        except (Unavailable, Overloaded, SessionNotFound, StaleEpoch, StaleWorker):
             # Nobody has answered, or what was answered says something about the session: the same
             # call again is dealt with as if it were the only one.
             return self._attend_again(extent, call)
@@ -264,7 +335,7 @@ class Links:
         return extent.stream
 
 
-def _as_steady(call: SteadyCall, outcome: AnyOutcome) -> SteadyAnswer | KVServiceError:
+def _as_steady(call: SteadyCall, outcome: AnyOutcome) -> SteadyAnswer | Failure:
     """Return an outcome in the call's own form, whichever way it has come."""
     if not isinstance(outcome, worker_pb2.AttendResult):
         return outcome

@@ -54,6 +54,11 @@ class Step:
     def appends(self) -> bool:
         return any(self.counts)
 
+    @property
+    def marks_older(self) -> bool:
+        """Whether older tokens turn into padding: no cut to where it began undoes that."""
+        return any(one.start < self.positions[one.row] for one in self.new_padding)
+
 
 class Mirror:
     """What is known of a session: rows, epoch, lengths by layer, padding, step, extents.
@@ -84,15 +89,28 @@ class Mirror:
         # A worker that was given up may still live, and hold something by the session's id.
         self.haunted = False
         self.windows = tuple(layer.window for layer in info.spec.layers)
+        # Copies that others go on without, and how many of them have been left an epoch behind.
+        self.num_given_up = 0
+        self.num_left_behind = 0
 
     @property
     def tail(self) -> Extent:
         return self.extents[-1]
 
     @property
-    def everywhere(self) -> list[Extent]:
+    def living(self) -> list[Extent]:
         """Extents and spares, but for those that are lost."""
         return [extent for extent in (*self.extents, *self.spares) if not extent.lost]
+
+    @property
+    def everywhere(self) -> list[Extent]:
+        """Extents and spares with their copies, but for those that are lost."""
+        return [copy for extent in self.living for copy in extent.copies]
+
+    @property
+    def misses_copies(self) -> bool:
+        """Whether there are fewer copies of something than the session was opened with."""
+        return self.spec.replicas > 1 and any(one.twin is None for one in self.extents)
 
     @property
     def num_layers(self) -> int:
@@ -120,15 +138,18 @@ class Mirror:
         return shortest
 
     def follower_of(self, extent: Extent) -> str:
-        """Return the incarnation on which the session goes on behind an extent; "" for the tail."""
+        """Return the incarnations on which the session goes on behind an extent; "": it ends."""
         for one, following in pairwise(self.extents):
             if one is extent:
-                return following.incarnation
+                return ",".join(copy.incarnation for copy in following.copies)
         return ""
 
     def stops_of(self, extent: Extent) -> Lengths:
         """Return per row where an extent ends, or a spare's worker says that it does."""
-        return self.longest() if extent is self.tail else extent.stops
+        for one in (*self.extents, *self.spares):
+            if extent is one or extent is one.twin:
+                return self.longest() if one is self.tail else one.stops
+        return extent.stops
 
     def evictions(self, retain: int | None) -> list[EvictBefore]:
         """Return, by layer group, the positions that the next step's queries do not see.
@@ -209,7 +230,7 @@ class Mirror:
 
     def reset(self) -> None:
         """Drop all tokens. The first workers take tokens again, as many as the session spreads."""
-        everywhere = self.everywhere
+        living = self.living
         gone = [one for one in (*self.extents, *self.spares) if one.lost]
         self.haunted |= any(not one.replaced for one in gone)
         self.lengths = {}
@@ -217,7 +238,7 @@ class Mirror:
         self.uncertain = False
         self._next_epoch()
         self.spares = []
-        for extent in everywhere:
+        for extent in living:
             self.spare(extent)
         self.extents, self.spares = (
             self.spares[: self.spec.spread],
@@ -252,9 +273,9 @@ class Mirror:
         return sum(extent.lost for extent in (*self.extents, *self.spares))
 
     @property
-    def num_given_up(self) -> int:
-        """How many of those may come back with what they hold: nobody has taken their place."""
-        return sum(one.lost and not one.replaced for one in (*self.extents, *self.spares))
+    def may_come_back(self) -> bool:
+        """Whether any of those may come back with what it holds: nobody has taken its place."""
+        return any(one.lost and not one.replaced for one in (*self.extents, *self.spares))
 
     def miss(self, starts: Lengths) -> None:
         """Note that what nobody knows any more is gone: each row's positions from `starts` on."""
@@ -281,6 +302,41 @@ class Mirror:
     @property
     def _nothing(self) -> Lengths:
         return (0,) * self.num_rows
+
+    # -- copies
+
+    def other_copy(self, extent: Extent) -> Extent | None:
+        """Return the copy that holds the same as this one; None: there is no other."""
+        for one in (*self.extents, *self.spares):
+            if one.twin is not None and extent in one.copies:
+                return one.twin if extent is one else one
+        return None
+
+    def give_up(self, extent: Extent) -> bool:
+        """Go on without a copy, if there is another one; return whether there is.
+
+        Before anything more is stored, the others have to go to the next epoch (`go_on`).
+        """
+        for listed in (self.extents, self.spares):
+            for index, one in enumerate(listed):
+                if one.twin is None or extent not in one.copies:
+                    continue
+                if extent is one:
+                    listed[index] = one.hand_over()
+                    if self.step is not None and one in self.step.greeted:
+                        self.step.greeted.append(listed[index])
+                else:
+                    one.twin = None
+                self.haunted |= not extent.replaced
+                self.num_given_up += 1
+                return True
+        return False
+
+    def go_on(self, num_left_behind: int) -> None:
+        """Begin the next epoch, in the middle of whatever is in progress: so many copies that were
+        given up are at an earlier one now."""
+        self.epoch += 1
+        self.num_left_behind = num_left_behind
 
     def _next_epoch(self) -> None:
         self.epoch += 1

@@ -28,7 +28,7 @@ def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError 
     except KVServiceError as error:
         return error
     mirror.extents, mirror.spares = adopt(
-        mirror.everywhere, links.told_extents(session), mirror.longest(), mirror.spec.spread
+        mirror.living, links.told_extents(session), mirror.longest(), mirror.spec.spread
     )
     links.settle_extents()
     return None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +30,37 @@ from kvservice_client._changes import Changes
 from kvservice_client._connections import Connections
 from kvservice_client._fork import fork_mirror
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import Links
+from kvservice_client._links import CopyGivenUp, Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._tokens import TokenAccess, place, read_rows
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _goes_on(
+    method: Callable[Concatenate[Session, P], T],
+) -> Callable[Concatenate[Session, P], T]:
+    """Make a method of `Session` that is carried out again where a copy was given up on the way.
+
+    All it asks for may be repeated, and the other copy has all that was acknowledged.
+    """
+
+    @wraps(method)
+    def carried_out(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with session._lock:
+            was_uncertain, is_repeated = session._mirror.uncertain, False
+            while True:
+                try:
+                    result = method(session, *args, **kwargs)
+                except CopyGivenUp:
+                    is_repeated = True
+                else:
+                    if is_repeated and not was_uncertain:
+                        session._mirror.uncertain = False  # now it is known what became of it
+                    return result
+
+    return carried_out
 
 
 class Session:
@@ -141,6 +171,7 @@ class Session:
 
     # -- attention
 
+    @_goes_on
     def attend(
         self,
         layer: int,
@@ -245,6 +276,7 @@ class Session:
 
     # -- keys and values
 
+    @_goes_on
     def write(
         self,
         layer: int,
@@ -287,6 +319,7 @@ class Session:
                 evict_before = self._mirror.unseen_from(first)
             self._access.write(layer, placed, evict_before)
 
+    @_goes_on
     def read(
         self, layer: int, start: int = 0, stop: int | None = None, *, like: Any = None
     ) -> tuple[Any, Any]:
@@ -321,6 +354,7 @@ class Session:
 
     # -- structural changes
 
+    @_goes_on
     def pop(
         self, num_tokens: int | None = None, *, keep: int | Sequence[int] | None = None
     ) -> None:
@@ -355,6 +389,7 @@ class Session:
                 return
             self._changes.pop(lengths)
 
+    @_goes_on
     def roll_back(self) -> tuple[int, ...]:
         """Cut every row to what all its layers still hold, and return those lengths.
 
@@ -375,6 +410,7 @@ class Session:
                         raise
                     # One more has died meanwhile; less is left.
 
+    @_goes_on
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i continue old row rows[i], by sharing pages. Changes `num_rows`.
 
@@ -390,12 +426,14 @@ class Session:
             if chosen != list(range(num_rows)):
                 self._changes.select(chosen)
 
+    @_goes_on
     def reset(self) -> None:
         """Drop all tokens. Rows, lease and reservation stay."""
         with self._lock:
             self._ready(allow_lost=True)
             self._changes.reset()
 
+    @_goes_on
     def fork(self, token_count: int | None = None) -> Session:
         """Open a session that shares this one's pages, or the leading `token_count` of each row.
 
@@ -433,14 +471,15 @@ class Session:
             if not self._end():
                 return
             for extent in self._mirror.extents:
-                extent.close_stream()
+                extent.close_streams()
             if self._lease.taken:
                 return
             request = types_pb2.ReleaseRequest(session_ids=[self.id], epochs=[self.epoch])
             failures: list[KVServiceError] = []
             for extent in self._mirror.everywhere:
                 try:
-                    self._links.unary(extent, "Release", request)
+                    with suppress(CopyGivenUp):
+                        self._links.unary(extent, "Release", request)
                 except KVServiceError as error:
                     if not extent.lost:  # with a dead worker its pages are gone
                         failures.append(error)
@@ -457,9 +496,10 @@ class Session:
             self._ready(allow_lost=True)
             self._end()
             for extent in self._mirror.extents:
-                extent.close_stream()
+                extent.close_streams()
             return self.id
 
+    @_goes_on
     def page_stats(self) -> list[WorkerStats]:
         """Return the numbers of the workers that hold the session.
 
@@ -469,7 +509,9 @@ class Session:
             self._ready()
             request = types_pb2.PageStatsRequest(session_id=self.id)
             answers = [
-                self._links.unary(extent, "PageStats", request) for extent in self._mirror.extents
+                self._links.unary(copy, "PageStats", request)
+                for extent in self._mirror.extents
+                for copy in extent.copies
             ]
         return [convert.stats_from_pb(stats) for one in answers for stats in one.workers]
 

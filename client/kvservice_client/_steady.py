@@ -39,6 +39,7 @@ class SteadyAsk:
 
     Fields:
         step: The session's step; another object begins with every step and structural change.
+        epoch: The session's.
         extents: All of the session's.
         calls: To each extent that is asked, the tail last.
         looks: Type, shape and dtype of q, k and v.
@@ -47,6 +48,7 @@ class SteadyAsk:
     """
 
     step: Step
+    epoch: int
     extents: tuple[Extent, ...]
     calls: list[tuple[Extent, SteadyCall]]
     looks: tuple[Any, ...]
@@ -72,6 +74,7 @@ class SteadyAsk:
             and step.failed_layer is None
             and not mirror.uncertain
             and tuple(mirror.extents) == self.extents
+            and mirror.epoch == self.epoch
             and _looks(tensors) == self.looks
         )
 
@@ -119,6 +122,7 @@ def settle(
         and queries.kind.device is None
         and queries.kind.library in (Library.TORCH, Library.NUMPY)
         and queries.dtype is not DType.FLOAT64
+        and all(one.twin is None for one in mirror.extents)
         and all(_is_plain(mirror, step, part, call) for part, call in asked)
     )
     if not plain or step is None or tokens is None or not tokens.v.size:
@@ -131,6 +135,7 @@ def settle(
     several = len(mirror.extents) > 1
     return SteadyAsk(
         step=step,
+        epoch=mirror.epoch,
         extents=tuple(mirror.extents),
         calls=calls,
         looks=_looks(tensors),

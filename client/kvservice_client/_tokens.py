@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.errors import InvalidRequest, KVServiceError, OutOfPages
+from kvservice.core.errors import CapacityError, InvalidRequest, OutOfPages
 from kvservice.core.geometry import DType
 from kvservice.core.session import EvictBefore, RowRange
 from kvservice.v1 import types_pb2, worker_pb2
@@ -17,7 +17,7 @@ from kvservice.wire.tensors import dtype_from_pb
 from kvservice_client._arrays import Kind, from_host, to_bool, to_ints
 from kvservice_client._ask import Tokens, set_tensor, tensor_data
 from kvservice_client._extents import Extent
-from kvservice_client._links import OUTCOME_UNKNOWN, Links
+from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._padding import Padding
 from kvservice_client._room import find_room
@@ -157,11 +157,26 @@ class TokenAccess:
         for extent, chosen in parts:
             call = self._write_call(extent, layer, placed, chosen, evict_before)
             try:
-                self._links.write(extent, call)
-            except KVServiceError as error:
+                self._write_to(extent, call)
+            except FAILED as error:
                 if isinstance(error, OUTCOME_UNKNOWN):
                     self._mirror.uncertain = True
                 raise
+
+    def _write_to(self, extent: Extent, call: worker_pb2.WriteCall) -> None:
+        """Store the same on all copies.
+
+        Raises:
+            CapacityError: The first has no room; then none has stored anything.
+            CopyGivenUp: Another one has no room.
+        """
+        self._links.write(extent, call)
+        if extent.twin is not None:
+            call.incarnation = extent.twin.incarnation
+            try:
+                self._links.write(extent.twin, call)
+            except CapacityError as error:
+                raise self._links.give_up(extent.twin) from error
 
     def _evict_elsewhere(
         self,
@@ -179,7 +194,7 @@ class TokenAccess:
             if told.get(extent) != self._told[extent]:
                 nothing = np.zeros(0, np.int64)
                 call = self._write_call(extent, layer, placed, nothing, evict_before)
-                self._links.write(extent, call)
+                self._write_to(extent, call)
 
     def _by_extent(self, placed: Placed) -> list[tuple[Extent, Any]]:
         """Return which tokens go to which worker; the tail, which may be full, comes first."""

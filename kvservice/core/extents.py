@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvservice.core.errors import Conflict, PagesLost
@@ -39,13 +39,14 @@ def merge_sessions(infos: Sequence[SessionInfo]) -> SessionInfo:
 
 def join_parts(infos: Sequence[SessionInfo]) -> SessionInfo:
     """As `merge_sessions`, without the checks: of a half-done change, what the newest parts say."""
-    epoch = max(info.epoch for info in infos)
-    ordered = in_order([info for info in infos if info.epoch == epoch])
+    ordered = in_order(_newest(infos))
     num_layers = max(len(info.lengths) for info in ordered)
     return replace(
         # The one with the reservation: extents that were added later have none.
         max(ordered, key=lambda info: info.spec.reserve_tokens or 0),
         step=max(info.step for info in ordered),
+        last_write=max(info.last_write for info in ordered),
+        current_step=max(info.current_step for info in ordered),
         extents=tuple(info.extents[0] for info in ordered),
         lengths=tuple(_layer_lengths(ordered, layer) for layer in range(num_layers)),
         padding=_united(ordered),
@@ -54,16 +55,55 @@ def join_parts(infos: Sequence[SessionInfo]) -> SessionInfo:
 
 
 def in_order(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
-    """Return the parts of a session in position order, the tail last."""
+    """Return the parts of a session in position order, the tail last, copies side by side."""
     longest = row_lengths([info.extents[0] for info in infos])
 
-    def key(info: SessionInfo) -> tuple[bool, tuple[int, ...], tuple[int, ...]]:
+    def key(info: SessionInfo) -> tuple[bool, tuple[int, ...], tuple[int, ...], int]:
         extent = info.extents[0]
         # Empty, but where the next token goes: an extent that has just been opened.
         fresh = bool(extent.starts) and extent.starts == longest
-        return (fresh or not is_empty(extent), extent.starts, extent.stops)
+        return (fresh or not is_empty(extent), extent.starts, extent.stops, extent.group)
 
     return sorted(infos, key=key)
+
+
+def without_laggards(infos: Iterable[SessionInfo]) -> list[SessionInfo]:
+    """Return the parts of a session without copies that lack what others of their group have.
+
+    All copies get the same calls in the same order, so that one of them has seen the beginning of
+    what another has seen, and counts that only rise say which is ahead. Equal ones hold the same.
+    """
+    infos = list(infos)
+    furthest: dict[int, tuple[int, ...]] = {}
+    for info in infos:
+        group = info.extents[0].group
+        furthest[group] = max(furthest.get(group, ()), _progress(info))
+    return [
+        info
+        for info in infos
+        if not info.extents[0].group or _progress(info) == furthest[info.extents[0].group]
+    ]
+
+
+def _progress(info: SessionInfo) -> tuple[int, ...]:
+    """Return how far a copy has come: within an epoch no call makes any of this less."""
+    return (info.epoch, info.current_step, info.last_write, num_stored(info))
+
+
+def num_stored(info: SessionInfo) -> int:
+    """Return the sum of all lengths, which tells how much copies of the same have stored."""
+    return sum(length for of_layer in info.lengths for length in of_layer)
+
+
+def num_groups(infos: Sequence[SessionInfo]) -> int:
+    """Return how many parts a session is in, copies counted once."""
+    groups = [info.extents[0].group for info in infos]
+    return groups.count(0) + len({group for group in groups if group})
+
+
+def missing_copies(infos: Sequence[SessionInfo]) -> int:
+    """Return how many copies more a session was opened with than it has, of all its parts."""
+    return max(0, infos[0].spec.replicas * num_groups(infos) - len(infos))
 
 
 def is_empty(extent: Extent) -> bool:
@@ -103,11 +143,12 @@ class Loss:
 
     Fields:
         position: The lowest that is missing.
-        incarnation: Of the worker that should hold it. Empty: it is not known whose it was.
+        incarnations: Of the workers of which one should hold it. None: it is not known whose it
+            was.
     """
 
     position: int
-    incarnation: str
+    incarnations: tuple[str, ...] = ()
 
 
 def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
@@ -120,14 +161,14 @@ def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
     newest = in_order(_newest(infos))
     gap = find_gap([info.extents[0] for info in newest])
     if gap is not None:
-        return Loss(gap, "")
+        return Loss(gap)
     holding = [info.extents[0] for info in newest if not is_empty(info.extents[0])]
     if not holding:
-        return None if _may_be_all(newest) else Loss(0, "")
-    follower = holding[-1].followed_by
-    if not follower or any(info.extents[0].incarnation == follower for info in infos):
+        return None if _may_be_all(newest) else Loss(0)
+    followers = holding[-1].followers
+    if not followers or any(info.extents[0].incarnation in followers for info in infos):
         return None
-    return Loss(min(holding[-1].stops), follower)
+    return Loss(min(holding[-1].stops), followers)
 
 
 def _may_be_all(empty: Sequence[SessionInfo]) -> bool:
@@ -138,7 +179,7 @@ def _may_be_all(empty: Sequence[SessionInfo]) -> bool:
     begins_at_zero = any(
         one.starts and not any(one.starts) for one in (info.extents[0] for info in empty)
     )
-    return begins_at_zero or len(empty) >= max(2, empty[0].spec.spread)
+    return begins_at_zero or num_groups(empty) >= max(2, empty[0].spec.spread)
 
 
 def current(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
@@ -146,10 +187,11 @@ def current(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
 
     A worker that was cut off while the session lost what it held there, and went on at a later
     epoch, still has it when it is back. Parts of the newest epoch that are a whole session by
-    themselves are all of it; otherwise older ones are on their way through a change.
+    themselves are all of it; otherwise older ones are on their way through a change. Of copies
+    those that have fallen behind are none of it, either way: the others have what they have.
     """
     newest = _newest(infos)
-    return newest if find_loss(newest) is None else list(infos)
+    return newest if find_loss(newest) is None else without_laggards(infos)
 
 
 def is_left_behind(epoch: int, latest: int) -> bool:
@@ -163,7 +205,7 @@ def is_left_behind(epoch: int, latest: int) -> bool:
 
 def _newest(infos: Sequence[SessionInfo]) -> list[SessionInfo]:
     epoch = max((info.epoch for info in infos), default=0)
-    return [info for info in infos if info.epoch == epoch]
+    return without_laggards(info for info in infos if info.epoch == epoch)
 
 
 def pages_lost(from_position: int) -> PagesLost:

@@ -23,6 +23,7 @@ from kvservice.core.geometry import (
 )
 
 MAX_ROWS: Final = 65_536
+MAX_REPLICAS: Final = 2
 MAX_TOKENS: Final = 1 << 40
 DEFAULT_TTL_S: Final = 60.0
 MIN_TTL_S: Final = 1.0
@@ -84,9 +85,12 @@ class SessionSpec:
             raise InvalidRequest(
                 f"ttl must be between {MIN_TTL_S:g} s and {MAX_TTL_S:g} s, got {self.ttl_s:g} s"
             )
-        for name, value in (("replicas", self.replicas), ("spread", self.spread)):
-            if value < 1:
-                raise InvalidRequest(f"{name} must be at least 1, got {value}")
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise InvalidRequest(
+                f"replicas must be between 1 and {MAX_REPLICAS}, got {self.replicas}"
+            )
+        if self.spread < 1:
+            raise InvalidRequest(f"spread must be at least 1, got {self.spread}")
         stated = [layer.geometry is not None for layer in self.layers]
         if any(stated) and not all(stated):
             raise InvalidRequest("geometry must be stated for all layers or for none")
@@ -102,9 +106,11 @@ class Extent:
     """The positions of a session's rows that one worker holds; per row, half-open.
 
     `starts` is empty while nothing is stored and the start is not fixed. `followed_by` is the
-    incarnation on which the session goes on behind the extent; empty: it ends here. `capability`
-    is what its worker has issued for it, if it wants one to be shown. An extent without a worker,
-    in the answer to Attach, is lost, and all that follows its `starts`.
+    incarnation on which the session goes on behind the extent, or those of all copies of what is
+    there, with commas between; empty: it ends here. `capability` is what its worker has issued for
+    it, if it wants one to be shown. Extents of one `group` are copies of each other; of group 0
+    there are none. An extent without a worker, in the answer to Attach, is lost, and all that
+    follows its `starts`.
     """
 
     worker_id: str
@@ -114,6 +120,12 @@ class Extent:
     stops: tuple[int, ...] = ()
     followed_by: str = ""
     capability: bytes = field(default=b"", repr=False)
+    group: int = 0
+
+    @property
+    def followers(self) -> tuple[str, ...]:
+        """The incarnations on which the session goes on; any one of them has what follows."""
+        return tuple(self.followed_by.split(",")) if self.followed_by else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,8 @@ class SessionInfo:
     """A session as the service knows it. `lengths[layer][row]` are stored lengths as positions.
 
     `padding` is told to those who take a session over: by row, rising. If it is `unlisted`, there
-    is too much to be told, and `padding` is empty.
+    is too much to be told, and `padding` is empty. `last_write` and `current_step` are the numbers
+    of the newest write and step of this epoch; 0: there was none.
     """
 
     session_id: str
@@ -141,6 +154,8 @@ class SessionInfo:
     lengths: tuple[tuple[int, ...], ...] = ()
     padding: tuple[RowRange, ...] = ()
     padding_unlisted: bool = False
+    last_write: int = 0
+    current_step: int = 0
 
     def check_padding_listed(self) -> None:
         """Refuse to go on without knowing what is padding.

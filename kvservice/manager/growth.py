@@ -30,7 +30,9 @@ from kvservice.wire.convert import session_from_pb
 
 
 def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Caller) -> list[Part]:
-    """Open a session on `spec.spread` workers, or find it where it has been opened already.
+    """Open a session on as many workers as its spec asks for, or find it where it was opened.
+
+    Its copies come one after the other: the two best workers get the first of its parts.
 
     Raises:
         AlreadyExists: The id is in use for another request.
@@ -49,9 +51,11 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
             ) from error
     placed: list[Part] = []
     failures: list[KVServiceError] = []
+    needed = spec.spread * spec.replicas
     for worker_id in routes.ranked():
+        group = len(placed) // spec.replicas + 1 if spec.replicas > 1 else 0
         try:
-            answer = routes.ask(worker_id, "Allocate", request, caller)
+            answer = routes.ask(worker_id, "Allocate", copy_of(request, group=group), caller)
         except KVServiceError as error:
             if not _perhaps_elsewhere(error):
                 routes.undo(key[1], placed, caller)
@@ -59,21 +63,21 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
             failures.append(error)
             continue
         placed.append(Part(worker_id, session_from_pb(answer.session)))
-        if len(placed) == spec.spread:
+        if len(placed) == needed:
             routes.passed("open.placed")
             routes.note(key, placed, settle=True)
             return placed
     routes.undo(key[1], placed, caller)
-    raise _no_place(routes, failures, spec.spread)
+    raise _no_place(routes, failures, needed)
 
 
 def grow(
     routes: Routes, key: SessionKey, request: types_pb2.AppendRequest, caller: Caller
 ) -> SessionInfo:
-    """Promise a session room for more tokens: at its tail, or on another worker.
+    """Promise a session room for more tokens: at its tail, or on other workers.
 
     Returns:
-        The session with all its extents, the one that has made the promise last.
+        The session with all its extents, those that have made the promise last.
 
     Raises:
         OutOfPages: No worker has room. Nothing has changed.
@@ -85,14 +89,15 @@ def grow(
     merge_sessions([part.info for part in parts])
     _check_lengths(parts, request)
     try:
-        grown = _promise(routes, parts[-1], request, caller)
+        grown = [_promise(routes, part, request, caller) for part in _copies(parts, parts[-1])]
     except OutOfPages:
         extended = _extend(routes, key, parts, request, caller)
         if extended is None:
             raise
         grown = extended
     _announce(routes, parts, grown, request, caller)
-    now = [part for part in parts if part.worker_id != grown.worker_id] + [grown]
+    workers = {part.worker_id for part in grown}
+    now = [part for part in parts if part.worker_id not in workers] + grown
     # Explicitly in this order: an extent without a start is not told from a closed one.
     extents = tuple(part.info.extents[0] for part in now)
     return replace(merge_sessions([part.info for part in now]), extents=extents)
@@ -109,27 +114,34 @@ def _check_lengths(parts: Sequence[Part], request: types_pb2.AppendRequest) -> N
         )
 
 
+def _copies(parts: Sequence[Part], of: Part) -> list[Part]:
+    """Return a part with all its copies."""
+    group = of.info.extents[0].group
+    return [part for part in parts if group and part.info.extents[0].group == group] or [of]
+
+
 def _announce(
     routes: Routes,
     parts: Sequence[Part],
-    grown: Part,
+    grown: Sequence[Part],
     request: types_pb2.AppendRequest,
     caller: Caller,
 ) -> None:
-    """Tell the worker with the last tokens where the next ones will be, before there are any.
+    """Tell the workers with the last tokens where the next ones will be, before there are any.
 
     Otherwise nobody could tell afterwards that they are missing.
     """
-    follower = grown.info.extents[0].incarnation
+    follower = ",".join(part.info.extents[0].incarnation for part in grown)
     holding = [part for part in parts if not is_empty(part.info.extents[0])]
-    if not holding or holding[-1].worker_id == grown.worker_id:
+    if not holding or holding[-1].worker_id in {part.worker_id for part in grown}:
         return
-    if holding[-1].info.extents[0].followed_by != follower:
-        routes.passed("grow.promised")
-        note = types_pb2.AppendRequest(
-            session_id=request.session_id, epoch=request.epoch, followed_by=follower
-        )
-        routes.ask(holding[-1].worker_id, "Append", note, caller)
+    note = types_pb2.AppendRequest(
+        session_id=request.session_id, epoch=request.epoch, followed_by=follower
+    )
+    for part in _copies(parts, holding[-1]):
+        if part.info.extents[0].followed_by != follower:
+            routes.passed("grow.promised")
+            routes.ask(part.worker_id, "Append", note, caller)
 
 
 def _promise(routes: Routes, part: Part, request: types_pb2.AppendRequest, caller: Caller) -> Part:
@@ -146,40 +158,66 @@ def _extend(
     parts: Sequence[Part],
     request: types_pb2.AppendRequest,
     caller: Caller,
-) -> Part | None:
-    """Promise room on another worker than the tail, in a new extent or in one without a start.
+) -> list[Part] | None:
+    """Promise room on other workers than the tail, in new extents or in those without a start.
 
     Returns:
-        The new tail; None if no worker has room.
+        The new tail, with all its copies; None if not enough workers have room.
     """
+    spec = parts[-1].info.spec
+    for spare in parts[:-1]:
+        if spec.replicas > 1 and not spare.info.extents[0].starts:
+            promised = _promise_all(routes, _copies(parts, spare), request, caller)
+            if promised is not None:
+                return promised
     held = {part.worker_id: part for part in parts}
-    # The reservation is on the workers that made it, and goes on counting there.
-    spec = replace(parts[-1].info.spec, reserve_tokens=None)
     opening = types_pb2.AllocateRequest(
         session_id=key[1],
-        spec=convert.spec_to_pb(spec),
+        # The reservation is on the workers that made it, and goes on counting there.
+        spec=convert.spec_to_pb(replace(spec, reserve_tokens=None)),
         extent_starts=request.expected_lengths,
         epoch=request.epoch,
+        group=max(part.info.extents[0].group for part in parts) + 1 if spec.replicas > 1 else 0,
     )
+    grown, opened = list[Part](), list[Part]()
     for worker_id in routes.ranked():
-        part, opened = held.get(worker_id), None
-        if part is parts[-1] or (part is not None and part.info.extents[0].starts):
+        part = held.get(worker_id)
+        if part is not None and (
+            part is parts[-1] or part.info.extents[0].starts or spec.replicas > 1
+        ):
             continue  # it has positions already, which the new ones would not follow
+        fresh: list[Part] = []
         try:
             if part is None:
                 answer = routes.ask(worker_id, "Allocate", opening, caller)
-                part = opened = Part(worker_id, session_from_pb(answer.session))
+                part = Part(worker_id, session_from_pb(answer.session))
+                fresh.append(part)
                 routes.passed("grow.opened")
-            grown = _promise(routes, part, request, caller)
+            grown.append(_promise(routes, part, request, caller))
         except KVServiceError as error:
-            if opened is not None:
-                routes.undo(key[1], [opened], caller)
+            routes.undo(key[1], fresh, caller)
             if not _perhaps_elsewhere(error):
+                routes.undo(key[1], opened, caller)
                 raise
             continue
-        routes.note(key, [grown])
-        return grown
+        opened += fresh
+        if len(grown) == spec.replicas:
+            routes.note(key, grown)
+            return grown
+    routes.undo(key[1], opened, caller)
     return None
+
+
+def _promise_all(
+    routes: Routes, parts: Sequence[Part], request: types_pb2.AppendRequest, caller: Caller
+) -> list[Part] | None:
+    """Promise room on all copies of an extent; None if one of them has none."""
+    try:
+        return [_promise(routes, part, request, caller) for part in parts]
+    except KVServiceError as error:
+        if not _perhaps_elsewhere(error):
+            raise
+        return None
 
 
 def _check_repeat(

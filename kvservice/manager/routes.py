@@ -38,6 +38,7 @@ from kvservice.core.extents import (
     is_left_behind,
     merge_sessions,
     pages_lost,
+    without_laggards,
 )
 from kvservice.core.failpoints import Failpoints
 from kvservice.core.membership import Event, EventLog
@@ -422,7 +423,7 @@ class Routes:
             raise self._lost(loss)
         mine = current(list(found.values()))
         if from_epoch is not None:
-            behind = [info for info in found.values() if info.epoch == from_epoch]
+            behind = without_laggards(info for info in found.values() if info.epoch == from_epoch)
             mine += [info for info in behind if info not in mine]
         ids = {info.extents[0]: worker_id for worker_id, info in found.items()}
         epochs = sorted({info.epoch for info in mine}, reverse=True)
@@ -444,14 +445,18 @@ class Routes:
         """
         request = types_pb2.GetSessionRequest(session_id=key[1])
         waiting = [one for one in worker_ids if one not in asked and not self.is_dead(one)]
+        failures: list[KVServiceError] = []
         for worker_id, answer in self.ask_all(waiting, "GetSession", request, caller):
             if isinstance(answer, SessionNotFound):
                 self.end(key, worker_id)
                 asked[worker_id] = None
             elif not isinstance(answer, KVServiceError):
-                asked[worker_id] = session_from_pb(answer.session)
+                info = asked[worker_id] = session_from_pb(answer.session)
+                self.note(key, [Part(worker_id, info)])
             elif not self.is_dead(worker_id):
-                raise answer
+                failures.append(answer)
+        if failures:
+            raise failures[0]
 
     def _not_left_behind(
         self, key: SessionKey, asked: Mapping[str, SessionInfo | None]
@@ -462,7 +467,6 @@ class Routes:
         take it back, what others have is of before.
         """
         found = {worker_id: info for worker_id, info in asked.items() if info is not None}
-        self.note(key, [Part(worker_id, info) for worker_id, info in found.items()])
         with self._lock:
             latest = self._directory.latest(key, self._clock.monotonic())
         newest = max((info.epoch for info in found.values()), default=0)
@@ -490,14 +494,17 @@ class Routes:
         """Return the error for a part that nobody has: lost, or not known to be there yet."""
         with self._lock:
             now = self._clock.monotonic()
-            state = self._directory.state_of_life(loss.incarnation, now)
-        if state is WorkerState.SUSPECT:
+            states = {
+                self._directory.state_of_life(incarnation, now)
+                for incarnation in loss.incarnations or ("",)
+            }
+        if WorkerState.SUSPECT in states:
             return WorkerLost(
                 f"a worker of this session is silent: from position {loss.position} on it is not "
                 "known yet what is lost",
                 retry_delay_s=RETRY_DELAY_S,
             )
-        if state is None and self._is_settling():
+        if None in states and self._is_settling():
             return self._too_early()
         return pages_lost(loss.position)
 

@@ -20,7 +20,14 @@ from kvservice.core.errors import (
     StaleEpoch,
     Unimplemented,
 )
-from kvservice.core.extents import find_loss, join_parts, merge_sessions, row_lengths
+from kvservice.core.extents import (
+    find_loss,
+    is_empty,
+    join_parts,
+    merge_sessions,
+    row_lengths,
+    without_laggards,
+)
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.membership import Event, Membership
 from kvservice.core.recovery import TakeOver
@@ -102,13 +109,11 @@ class PageManager:
         self, request: types_pb2.AllocateRequest, caller: Caller
     ) -> types_pb2.AllocateResponse:
         key = (caller.tenant, session_id_from_pb(request.session_id))
-        if request.extent_starts or request.epoch:
-            raise InvalidRequest("extent_starts and epoch are for workers only")
+        if request.extent_starts or request.epoch or request.group:
+            raise InvalidRequest("extent_starts, epoch and group are for workers only")
         if not request.HasField("spec"):
             raise InvalidRequest("spec is missing")
         spec = convert.spec_from_pb(request.spec)
-        if spec.replicas > 1:
-            raise Unimplemented("replicas above 1 are not implemented")
         self._routes.check_settled()
         with self._routes.one_at_a_time(key):
             parts = growth.open_session(self._routes, key, spec, caller)
@@ -145,6 +150,10 @@ class PageManager:
                     raise
                 forked.append(Part(part.worker_id, session_from_pb(answer.session)))
                 self._routes.passed("manager.fork.partly_done")
+            # Its parent may be stepping: then one copy may be a call ahead of another.
+            level = without_laggards([part.info for part in forked])
+            self._routes.undo(child[1], [one for one in forked if one.info not in level], caller)
+            forked = [one for one in forked if one.info in level]
             self._routes.note(child, forked, settle=True)
         return types_pb2.ForkResponse(session=merged(forked))
 
@@ -189,14 +198,20 @@ class PageManager:
         if request.HasField("epoch"):
             epoch = at_least_one(request.epoch, "epoch")
         # Explicitly from one epoch, so that a repeat is told. Workers that are ahead come first:
-        # if it was another change than Attach that has put them there, they refuse.
-        parts.sort(key=lambda part: -part.info.epoch)
+        # if it was another change than Attach that has put them there, they refuse. Those that hold
+        # nothing come last: alone at the next epoch, they would be taken for an empty session.
+        parts.sort(key=lambda part: (-part.info.epoch, is_empty(part.info.extents[0])))
         ahead = [part for part in parts if part.info.epoch == parts[0].info.epoch]
+        if request.keep_step:
+            raise InvalidRequest("keep_step is for workers only")
         try:
             taken = self._attach(parts, epoch, request, caller)
         except StaleEpoch:
             if request.HasField("epoch") or len(ahead) == len(parts):
                 raise
+            if self._all_went_on(parts, epoch, request, caller):
+                taken = self._attach(parts, epoch + 1, request, caller)
+                return types_pb2.AttachResponse(session=_what_is_left(taken))
             # Nobody but the holder that is being replaced knows the change that is half done, and
             # it may be gone: what lacks it is as good as lost.
             taken = self._attach(ahead, ahead[0].info.epoch, request, caller)
@@ -213,6 +228,19 @@ class PageManager:
         except PagesLost:
             self._routes.give_up(key)
             raise
+
+    def _all_went_on(
+        self, parts: Sequence[Part], epoch: int, request: types_pb2.AttachRequest, caller: Caller
+    ) -> bool:
+        """Finish what a holder has begun that has given up a copy; False: it was something else.
+
+        Nothing depends on whether the holder does so itself: it has said nothing but its epoch.
+        """
+        try:
+            self._attach(parts, epoch, copy_of(request, keep_step=True), caller)
+        except StaleEpoch:
+            return False
+        return True
 
     def _attach(
         self, parts: Sequence[Part], epoch: int, request: types_pb2.AttachRequest, caller: Caller

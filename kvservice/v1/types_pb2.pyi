@@ -84,7 +84,7 @@ class SessionSpec(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., page_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica_count: _Optional[int] = ..., spread: _Optional[int] = ...) -> None: ...
 
 class Extent(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by")
+    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by", "group")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class Extent(_message.Message):
     STOPS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
@@ -99,7 +100,8 @@ class Extent(_message.Message):
     stops: _containers.RepeatedScalarFieldContainer[int]
     capability: bytes
     followed_by: str
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ...) -> None: ...
+    group: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
 
 class LayerLengths(_message.Message):
     __slots__ = ("lengths",)
@@ -108,7 +110,7 @@ class LayerLengths(_message.Message):
     def __init__(self, lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("session_id", "epoch", "step", "spec", "extents", "layers", "padding", "padding_unlisted")
+    __slots__ = ("session_id", "epoch", "step", "spec", "extents", "layers", "padding", "padding_unlisted", "last_write", "current_step")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +119,8 @@ class Session(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PADDING_UNLISTED_FIELD_NUMBER: _ClassVar[int]
+    LAST_WRITE_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_STEP_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     step: int
@@ -125,7 +129,9 @@ class Session(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerLengths]
     padding: _containers.RepeatedCompositeFieldContainer[RowRange]
     padding_unlisted: bool
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLengths, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[RowRange, _Mapping]]] = ..., padding_unlisted: bool = ...) -> None: ...
+    last_write: int
+    current_step: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLengths, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[RowRange, _Mapping]]] = ..., padding_unlisted: bool = ..., last_write: _Optional[int] = ..., current_step: _Optional[int] = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("row", "start", "stop")
@@ -226,16 +232,18 @@ class WorkerStats(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., page_allocation_count: _Optional[int] = ..., page_frees: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., allocation_failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., appended_token_count: _Optional[int] = ..., popped_token_count: _Optional[int] = ..., appended_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., lease_expiration_count: _Optional[int] = ..., draining: bool = ..., replays: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., stale_epoch_count: _Optional[int] = ..., page_discrepancies: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., attention_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., attention_rows: _Optional[_Union[Distribution, _Mapping]] = ..., session_pages: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("session_id", "spec", "extent_starts", "epoch")
+    __slots__ = ("session_id", "spec", "extent_starts", "epoch", "group")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EXTENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     spec: SessionSpec
     extent_starts: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
-    def __init__(self, session_id: _Optional[str] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extent_starts: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    group: int
+    def __init__(self, session_id: _Optional[str] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extent_starts: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
     __slots__ = ("session",)
@@ -360,16 +368,18 @@ class ForkResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "capability")
+    __slots__ = ("session_id", "incarnation", "epoch", "capability", "keep_step")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_STEP_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
     capability: bytes
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., capability: _Optional[bytes] = ...) -> None: ...
+    keep_step: bool
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., capability: _Optional[bytes] = ..., keep_step: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("session",)

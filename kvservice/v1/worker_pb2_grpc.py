@@ -200,7 +200,8 @@ class PageWorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Takes a session over. An older holder gets STALE_EPOCH from then on.
+        """Takes a session over. An older holder gets STALE_EPOCH from then on. With `keep_step`, the holder
+        itself goes on at the next epoch.
         Errors: STALE_EPOCH, TOO_LARGE (padding in too many ranges to be told)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

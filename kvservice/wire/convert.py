@@ -192,6 +192,7 @@ def extent_to_pb(extent: core.Extent) -> types_pb2.Extent:
         stops=extent.stops,
         followed_by=extent.followed_by,
         capability=extent.capability,
+        group=extent.group,
     )
 
 
@@ -207,11 +208,12 @@ def extent_from_pb(pb: types_pb2.Extent) -> core.Extent:
         stops,
         incarnation_from_pb(pb.followed_by),
         pb.capability,
+        not_negative([pb.group], "group")[0],
     )
 
 
 def incarnation_from_pb(incarnation: str) -> str:
-    """Return the name of one life of a worker, or nothing."""
+    """Return the name of one life of a worker, those of several with commas between, or nothing."""
     if len(incarnation) > MAX_INCARNATION:
         raise InvalidRequest(f"an incarnation has at most {MAX_INCARNATION} characters")
     return incarnation
@@ -227,6 +229,8 @@ def session_to_pb(info: core.SessionInfo) -> types_pb2.Session:
         layers=[types_pb2.LayerLengths(lengths=lengths) for lengths in info.lengths],
         padding=padding_to_pb(info.padding),
         padding_unlisted=info.padding_unlisted,
+        last_write=info.last_write,
+        current_step=info.current_step,
     )
 
 
@@ -243,6 +247,8 @@ def session_from_pb(pb: types_pb2.Session) -> core.SessionInfo:
         lengths=tuple(not_negative(layer.lengths, "lengths") for layer in pb.layers),
         padding=padding,
         padding_unlisted=pb.padding_unlisted,
+        last_write=not_negative([pb.last_write], "last_write")[0],
+        current_step=not_negative([pb.current_step], "current_step")[0],
     )
 
 

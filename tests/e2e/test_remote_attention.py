@@ -447,6 +447,42 @@ def test_a_lost_worker(dead: int) -> None:
         backend.restart(index)
 
 
+class Killing(tf.LogitsProcessor):  # type: ignore[misc]
+    """Lets something happen once so many tokens are there; changes no logits."""
+
+    def __init__(self, length: int, kill: Callable[[], None]) -> None:
+        self._length, self._kill = length, kill
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == self._length:
+            self._kill()
+        return scores
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_lost_copy(dead: int, family: str) -> None:
+    """With two copies a worker dies in mid-sentence, and the tokens are those of a local cache."""
+    model, quick = remote_model(family), ClientConfig(timeout_s=5.0, detection_s=0.4)
+    with embedded_backend(num_workers=2) as backend:
+        client = backend.connect(config=quick)
+        cache = RemoteCache(client, model.config, mode="attend", replicas=2, page_size=4)
+
+        def kill() -> None:
+            extent = cache._shared.opened()._mirror.extents[0]
+            backend.kill(backend.index_of(extent.copies[dead].worker_id))
+
+        ids, options = prompt(1, 9), {"max_new_tokens": 12, "do_sample": False}
+        killing = tf.LogitsProcessorList([Killing(14, kill)])
+        tokens = model.generate(ids, cache=cache, logits_processor=killing, **options)
+        wanted = models.build(family).generate(ids, **options)
+        assert torch.equal(tokens, wanted)
+        assert cache._shared.opened()._mirror.misses_copies
+        cache.reset()
+        for index in range(2):
+            backend.restart(index)
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_restarted_decoder_after_a_loss(dead: int) -> None:
     """It attaches to what is left, is told what is gone, and goes on from what still holds."""

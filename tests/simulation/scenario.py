@@ -93,6 +93,7 @@ class Scenario:
             num_ops=num_ops,
             story=story,
             spreads=[2] if self.haunted else [1, 1, 2],
+            replicas=[1, 2],
             rests=[0.5] if self.haunted else [0.5, 2.0, TTL_S + 2.0],
             on_done=done,
             may_fail=self._may_fail,

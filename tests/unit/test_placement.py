@@ -144,8 +144,8 @@ def test_what_should_follow_the_last_tokens_is_missed() -> None:
     first = part("a", (0, 0), [(20, 12)], followed_by="B")
     tail = part("b", (20, 12), [(25, 12)])
     assert find_loss([first, tail]) is None
-    assert find_loss([first]) == Loss(12, "B")
-    assert find_loss([tail]) == Loss(0, "")
+    assert find_loss([first]) == Loss(12, ("B",))
+    assert find_loss([tail]) == Loss(0)
     assert find_loss([]) is None
 
 
@@ -153,8 +153,8 @@ def test_parts_that_hold_nothing_are_not_taken_for_a_whole() -> None:
     """A worker that was opened, or emptied, behind tokens does not know that there are any."""
     assert find_loss([part("a", (0, 0), [])]) is None
     assert find_loss([part("a", (0,), []), part("b", (), [])]) is None
-    assert find_loss([part("b", (), [])]) == Loss(0, "")
-    assert find_loss([part("b", (16,), [])]) == Loss(0, "")
+    assert find_loss([part("b", (), [])]) == Loss(0)
+    assert find_loss([part("b", (16,), [])]) == Loss(0)
     assert find_loss([part("a", (), []), part("b", (), [])]) is None, "nothing is stored yet"
 
 
@@ -163,7 +163,7 @@ def test_a_follower_may_hold_nothing_yet() -> None:
     first = part("a", (0,), [(20,)], followed_by="B")
     for starts in ((20,), ()):
         assert find_loss([part("b", starts, []), first]) is None
-    assert find_loss([part("c", (), []), first]) == Loss(20, "B")
+    assert find_loss([part("c", (), []), first]) == Loss(20, ("B",))
 
 
 def test_what_the_session_has_left_behind() -> None:

@@ -13,7 +13,7 @@ import torch
 from kvservice.clock import Clock
 from kvservice.core.errors import CapacityError
 from kvservice.core.failpoints import Failpoints
-from kvservice.core.geometry import HostTensor
+from kvservice.core.geometry import DType, HostTensor
 from kvservice.core.said import Said
 from kvservice.core.session import AttendCall, AttendResult
 from kvservice_workers.arena import TORCH_DTYPES, Arena
@@ -75,6 +75,8 @@ class DataPath:
                 q = self._store(session, group, arena, call, plan)
             else:
                 q = as_torch(call.q).to(arena.device)
+            if not any(plan.query_counts):
+                return _no_output(call, plan)
             batch = self._batch(session, group, plan, token_major=not arena.on_cpu)
         started = self._clock.monotonic()
         partial = dispatch.attend(
@@ -276,6 +278,13 @@ class DataPath:
             k, v = k[kept], v[kept]
         with group.pool.lock:
             arena.store(pages, offsets, k, v)
+
+
+def _no_output(call: AttendCall, plan: AttendPlan) -> AttendResult:
+    """Return what a call without queries is answered: it only stores, as copies do."""
+    heads, dtype = call.q.shape[1], plan.geometry.dtype
+    out = HostTensor(DType.FLOAT32 if call.partial else dtype, (0, heads, plan.geometry.v_dim), b"")
+    return AttendResult(out, HostTensor(DType.FLOAT32, (0, heads), b"") if call.partial else None)
 
 
 def _params(call: AttendCall, num_rows: int, device: torch.device) -> AttentionParams:

@@ -134,7 +134,8 @@ class WorkerSession:
         self.groups: dict[int | None, LayerGroup] = {}  # by window
         self.padding = [RowPadding() for _ in range(spec.num_rows)]
         self.targets: list[int] | None = None  # lengths for which room is promised
-        self.followed_by = ""  # the incarnation on which the session goes on; empty: it ends here
+        self.followed_by = ""  # the incarnations on which the session goes on; empty: it ends here
+        self.group = 0  # of the extent: others of the same group are copies of it
         self.last_write = 0  # number of the newest Write of this epoch
         # The newest that were refused in this epoch for want of room. What is refused stays so: a
         # copy of the call that arrives when there is room must not be carried out, for the holder
@@ -310,6 +311,13 @@ class WorkerSession:
         self.step = None
         self.last_write = 0
         self.refused_step = self.refused_write = None
+
+    def go_on(self, change: Hashable) -> None:
+        """Begin an epoch in the middle of whatever is in progress."""
+        self.epoch += 1
+        self.last_change = change
+        if self.step is not None:
+            self.step.steady.clear()  # that is of the epoch before
 
     def check(self) -> None:
         starts = [self.start_of(row) for row in range(self.num_rows)]

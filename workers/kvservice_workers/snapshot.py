@@ -65,6 +65,7 @@ def session_info(
                 starts=() if session.starts is None else tuple(session.starts),
                 stops=() if session.starts is None else tuple(session.longest_of_all()),
                 followed_by=session.followed_by,
+                group=session.group,
             ),
         ),
         lengths=tuple(
@@ -73,6 +74,8 @@ def session_info(
         ),
         padding=padding or (),
         padding_unlisted=padding is None,
+        last_write=session.last_write,
+        current_step=0 if session.step is None else session.step.number,
     )
 
 

@@ -118,7 +118,7 @@ class Structure:
             OutOfPages: The parent's reservation needs a page more per row once pages are shared.
                 The child holds nothing, the parent is unchanged.
         """
-        child.begins_at_zero = parent.begins_at_zero
+        child.begins_at_zero, child.group = parent.begins_at_zero, parent.group
         if token_count is None or any(token_count > stop for stop in parent.longest_of_all()):
             child.followed_by = parent.followed_by
         child.starts = None if parent.starts is None else list(parent.starts)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -59,6 +60,9 @@ __all__ = ["PageWorker", "WorkerConfig"]
 
 Change = str | tuple[str, tuple[int, ...]]
 """A structural change's verb in lower case, and what it was asked for."""
+
+GO_ON: Final = ("attach", (1,))
+"""What begins an epoch without a new holder."""
 
 
 class PageWorker:
@@ -116,6 +120,7 @@ class PageWorker:
         *,
         extent_starts: Sequence[int] = (),
         epoch: int = 0,
+        group: int = 0,
     ) -> SessionInfo:
         """Open a session, or the extent of one.
 
@@ -125,6 +130,7 @@ class PageWorker:
             extent_starts: Per row, the first position held here. Empty: 0, or open (the first
                 stored tokens decide) where `spec.spread` is above 1.
             epoch: The epoch that the session is at, for an extent; 0 for a new session.
+            group: Extents of the same group, on other workers, are copies of this one; 0: none.
 
         Raises:
             AlreadyExists: The id is in use for another request.
@@ -147,7 +153,7 @@ class PageWorker:
             with self._counting_refusals():
                 self._pools.usage.check_sessions(tenant, spec)
             session = self._new_session(key, spec, origin)
-            session.epoch = epoch or 1
+            session.epoch, session.group = epoch or 1, group
             if extent_starts:
                 session.starts = list(extent_starts)
             elif spec.spread == 1:
@@ -208,6 +214,20 @@ class PageWorker:
             self._structure.fork(parent, child, keep, token_count)
             self._add(child)
             return self._info(child, with_padding=True)
+
+    def go_on(self, tenant: str, session_id: str, epoch: int) -> SessionInfo:
+        """Begin the next epoch for the session's holder, in the middle of its step.
+
+        It has given up another copy, which is told by being an epoch behind.
+
+        Raises:
+            SessionNotFound, StaleEpoch: Nothing has changed.
+        """
+        with self._changing(tenant, session_id) as session:
+            if not self._is_repeat(session, epoch, GO_ON):
+                session.go_on(GO_ON)
+                self._sessions.changed(session)
+            return self._info(session)
 
     def attach(self, tenant: str, session_id: str, epoch: int | None = None) -> SessionInfo:
         """Take a session over: the next epoch begins, and older holders are refused.

@@ -77,6 +77,7 @@ class WorkerService:
             convert.spec_from_pb(request.spec),
             extent_starts=starts,
             epoch=not_negative([request.epoch], "epoch")[0],
+            group=not_negative([request.group], "group")[0],
         )
         self._passed("allocate.done")
         return types_pb2.AllocateResponse(session=self._answer(info, caller))
@@ -155,11 +156,16 @@ class WorkerService:
 
     def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
         self._check_incarnation(request.incarnation)
-        info = self._worker.attach(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
-            at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
-        )
+        session_id = session_id_from_pb(request.session_id)
+        if request.keep_step:
+            epoch = at_least_one(request.epoch, "epoch")
+            info = self._worker.go_on(caller.tenant, session_id, epoch)
+        else:
+            info = self._worker.attach(
+                caller.tenant,
+                session_id,
+                at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
+            )
         self._passed("change.applied")
         return types_pb2.AttachResponse(session=self._answer(info, caller))
 

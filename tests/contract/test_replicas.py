@@ -1,0 +1,367 @@
+"""Two copies of every page: whichever worker dies, decoding goes on as if it had not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice.core.caller import ANONYMOUS
+from kvservice.core.errors import CapacityError, Unavailable
+from kvservice.core.geometry import LayerSpec
+from kvservice.core.session import SessionSpec
+from kvservice_client import (
+    Client,
+    ClientConfig,
+    DType,
+    InvalidRequest,
+    LayerGeometry,
+    OutOfPages,
+    PagesLost,
+    StaleEpoch,
+    WorkerLost,
+)
+from kvservice_client._extents import Extent
+from kvservice_client._retry import RetryPolicy
+from kvservice_client.testing import DenseSession
+from kvservice_workers.worker import PageWorker
+from tests.backends import Backend
+from tests.contract.conftest import BACKENDS, Start
+from tests.driving import Driver
+from tests.faults import Faults
+
+QUICK = ClientConfig(
+    timeout_s=5.0,
+    detection_s=0.4,
+    silence_s=0.05,
+    retry=RetryPolicy(first_delay_s=0.001, max_delay_s=0.02),
+)
+IMPATIENT = ClientConfig(timeout_s=0.5, detection_s=0.3, silence_s=0.05, retry=QUICK.retry)
+LAYERS = [LayerGeometry(2, 8, 8, DType.FLOAT32)] * 2
+TENANT = ANONYMOUS.tenant
+FILLER = "00000000-0000-4000-8000-000000000001"
+PAGE_BYTES = 512  # of 4 tokens and one layer
+
+CHANGES: dict[str, Callable[[Driver], Any]] = {
+    "pop": lambda driver: driver.pop(3),
+    "select": lambda driver: driver.select([1, 1, 0]),
+    "reset": lambda driver: driver.reset(),
+    "fork": lambda driver: driver.fork().check_stored(),
+    "read": lambda driver: driver.check_stored(),
+    "write": lambda driver: write(driver),
+    "query": lambda driver: driver.query(0),
+    "roll_back": lambda driver: driver.session.roll_back(),
+}
+
+
+@pytest.fixture(params=["embedded", "lane"])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Starts services, in this process and behind gRPC with lanes."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(BACKENDS[request.param](**options))
+
+
+@pytest.fixture
+def start_here() -> Iterator[Start]:
+    """Starts services in this process."""
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(BACKENDS["embedded"](**options))
+
+
+def write(driver: Driver) -> None:
+    for layer in range(2):
+        _, k, v = driver.tokens(2)
+        driver.session.write(layer, k, v)
+        driver.dense.attend(layer, driver.random(4, 2, 8), k, v)
+
+
+def copies(driver: Driver) -> list[list[Extent]]:
+    """Return the copies of each part of a session, the one that is asked first."""
+    return [list(extent.copies) for extent in driver.session._mirror.extents]
+
+
+def faulty(backend: Backend, config: ClientConfig = QUICK) -> tuple[Faults, Client]:
+    faults = Faults(backend.dial)
+    return faults, backend.connect(dial=faults.dial, config=config)
+
+
+def clean_up(backend: Backend, driver: Driver) -> None:
+    """Let go of a session everywhere, also where only its lease would end it."""
+    driver.session.release()
+    for worker in backend.workers:
+        worker.release(TENANT, [driver.session.id])
+
+
+def check_equal(backend: Backend, driver: Driver, *, first: int = 0) -> None:
+    """Assert that all copies hold the same, bit for bit, at the holder's epoch.
+
+    Args:
+        first: The first position to look at: what was evicted cannot be read.
+    """
+    session = driver.session
+    for group in copies(driver):
+        held = []
+        for copy in group:
+            worker = backend.workers[backend.index_of(copy.worker_id)]
+            info = worker.get(TENANT, session.id)
+            assert info.epoch == session.epoch
+            assert info.extents[0].group == copy.group
+            parts = [
+                worker.read(TENANT, session.id, session.epoch, layer, start, max(of_layer))
+                for layer, of_layer in enumerate(info.lengths)
+                for start in [max(first, min(info.extents[0].starts))]
+                if start < max(of_layer)
+            ]
+            extent = info.extents[0]
+            held.append(
+                (
+                    info.lengths,
+                    info.current_step,
+                    info.padding,
+                    extent.starts,
+                    extent.followed_by,
+                    parts,
+                )
+            )
+        assert held.count(held[0]) == len(held)
+
+
+@pytest.mark.parametrize("spread", [1, 2])
+def test_two_copies_equal_one(start: Start, spread: int) -> None:
+    """All that is stored and changed is so on both, and the answers are those of one."""
+    backend = start(num_workers=2 * spread)
+    client = backend.connect()
+    driver = Driver.open(client, num_rows=3, replicas=2, spread=spread, page_size=4)
+    padding = np.zeros((3, 9), np.bool_)
+    padding[0, :3] = padding[1, 4:6] = True
+    driver.step(9, padding=padding)
+    check_equal(backend, driver)
+    assert [len(group) for group in copies(driver)] == [2] * spread
+    for change in CHANGES.values():
+        change(driver)
+        driver.step(2)
+        check_equal(backend, driver)
+    driver.ragged_step([2, 0, 1])
+    driver.check_stored()
+    check_equal(backend, driver)
+
+
+def test_windows_and_masks(start: Start) -> None:
+    """What leaves a window leaves it on both; arrays as masks go to the one that is asked."""
+    backend = start(num_workers=2)
+    windows = [5, None]
+    driver = Driver.open(backend.connect(), replicas=2, page_size=4, windows=windows)
+    for count in (9, 1, 1, 6, 1):
+        driver.step(count, windows=windows)
+    check_equal(backend, driver, first=16)
+    other = Driver.open(backend.connect(), replicas=2, page_size=4)
+    other.step(4)
+    other.step(2, mask=other.rng.random((2, 1, 2, 6)) < 0.7)
+    check_equal(backend, other)
+    assert len({worker.stats().pools[0].used_pages for worker in backend.workers}) == 1
+
+
+def test_too_few_workers(start: Start) -> None:
+    """Two copies need two workers for each part; otherwise nothing is opened."""
+    backend = start(num_workers=3)
+    client = backend.connect(config=IMPATIENT)
+    with pytest.raises(Unavailable):
+        client.open(num_rows=1, replicas=2, spread=2)
+    with pytest.raises(InvalidRequest, match="replicas"):
+        client.open(num_rows=1, replicas=3)
+    client.close()
+    assert backend.num_sessions() == 0
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("after", [0, 1, 2], ids=["step", "layer", "last"])
+def test_a_copy_dies_within_a_step(start: Start, which: int, after: int) -> None:
+    """Before, in the middle, or at the end of it: the step goes on, and so does the session."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+    driver.step(6)
+    driver.step()
+    survivor, dead = copies(driver)[0][1 - which], copies(driver)[0][which].worker_id
+    for layer in range(2):
+        if layer == after:
+            backend.kill(backend.index_of(dead))
+        driver.step(layers=[layer])
+    if after == 2:
+        backend.kill(backend.index_of(dead))
+    for _ in range(3):
+        driver.step()
+    assert copies(driver) == [[survivor]]
+    assert driver.session._mirror.misses_copies
+    driver.check_stored()
+    check_equal(backend, driver)
+    for change in CHANGES.values():
+        change(driver)
+        driver.step()
+    driver.check_stored()
+    backend.restart(backend.index_of(dead))
+
+
+@pytest.mark.parametrize("what", ["request", "answer"])
+@pytest.mark.parametrize("after", range(4))
+def test_an_answer_never_comes(start: Start, after: int, what: str) -> None:
+    """Whichever copy has stored or has not: the other one answers the same call."""
+    backend = start(num_workers=2)
+    faults, client = faulty(backend)
+    driver = Driver.open(client, replicas=2, page_size=4)
+    driver.step(5)
+    faults.lose("Attend", what, times=3, after=after)
+    driver.step()
+    faults.forget()
+    driver.step()
+    driver.check_stored()
+    check_equal(backend, driver)
+    clean_up(backend, driver)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_is_cut_off_at_a_change(start_here: Start, change: str, which: int) -> None:
+    """It stays an epoch behind, so that nobody takes it for the session when it is back."""
+    backend = start_here(num_workers=2)
+    faults, client = faulty(backend)
+    driver = Driver.open(client, replicas=2, page_size=4)
+    driver.step(6)
+    cut, survivor = copies(driver)[0][which], copies(driver)[0][1 - which]
+    faults.cut(cut.address)
+    CHANGES[change](driver)
+    driver.step()
+    assert copies(driver) == [[survivor]]
+    faults.heal(cut.address)
+    driver.check_stored()
+    backend.beat()
+    other = Driver(backend.connect().attach(driver.session.id), dense=driver.dense)
+    assert [copy.worker_id for copy in copies(other)[0]] == [survivor.worker_id]
+    other.check_stored()
+    other.step()
+    with pytest.raises(StaleEpoch):
+        driver.session.reset()
+    clean_up(backend, other)
+
+
+def test_a_copy_that_comes_back_alone(start: Start) -> None:
+    """What the session has gone on without is never taken for it: all is lost, and said to be."""
+    backend = start(num_workers=2)
+    faults, client = faulty(backend)
+    driver = Driver.open(client, replicas=2, page_size=4, num_layers=1)
+    driver.step(6)
+    cut, survivor = copies(driver)[0]
+    faults.cut(cut.address)
+    driver.step()
+    backend.kill(backend.index_of(survivor.worker_id))
+    backend.bury(backend.index_of(survivor.worker_id))
+    with pytest.raises(PagesLost):
+        backend.connect(config=QUICK).attach(driver.session.id)
+    faults.heal(cut.address)
+    clean_up(backend, driver)
+    backend.restart(backend.index_of(survivor.worker_id))
+
+
+def test_nobody_is_given_up_by_one_who_is_cut_off(start: Start) -> None:
+    """A decoder that reaches neither copy waits, and goes on with both."""
+    backend = start(num_workers=2)
+    faults, client = faulty(backend, IMPATIENT)
+    driver = Driver.open(client, replicas=2, page_size=4)
+    driver.step(6)
+    for _ in range(2):
+        tokens = driver.tokens(1)
+        for copy in copies(driver)[0]:
+            faults.cut(copy.address)
+        with pytest.raises(WorkerLost):
+            driver.session.attend(0, *tokens)
+        for copy in copies(driver)[0]:
+            faults.heal(copy.address)
+        driver.attend(0, *tokens)
+        driver.step(layers=[1])
+    assert [len(group) for group in copies(driver)] == [2]
+    driver.check_stored()
+    check_equal(backend, driver)
+
+
+def test_one_after_the_other(start: Start) -> None:
+    """When the second copy dies as well, the pages are gone; feeding them again goes on."""
+    backend = start(num_workers=3)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+    driver.step(6)
+    first, second = copies(driver)[0]
+    backend.kill(backend.index_of(first.worker_id))
+    driver.step()
+    backend.kill(backend.index_of(second.worker_id))
+    backend.bury(backend.index_of(second.worker_id))
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    for one in (first, second):
+        backend.restart(backend.index_of(one.worker_id))
+    backend.beat()
+    assert driver.session.roll_back() == (0, 0)
+    driver.dense = DenseSession(2)
+    driver.step(3)
+    driver.check_stored()
+
+
+@pytest.mark.parametrize("full", [0, 1], ids=["first", "second"])
+def test_only_one_copy_has_room(start: Start, full: int) -> None:
+    """A step for which one of the two has no room is stored by none; on others it is by two."""
+    backend = start(num_workers=4, memory_bytes=6 * 2 * PAGE_BYTES)
+    client = backend.connect()
+    driver = Driver.open(client, num_rows=1, replicas=2, page_size=4, layers=LAYERS)
+    driver.step(4)
+    index = backend.index_of(copies(driver)[0][full].worker_id)
+    worker = backend.workers[index]
+    fill_up(worker)
+    driver.step(3)
+    assert [len(group) for group in copies(driver)] == [2, 2]
+    driver.step(2)
+    driver.check_stored()
+    check_equal(backend, driver)
+    worker.release(TENANT, [FILLER])
+
+
+def fill_up(worker: PageWorker) -> None:
+    """Promise all free pages of a worker to somebody else."""
+    layers = tuple(LayerSpec(geometry=one) for one in LAYERS)
+    for tokens in range(4 * 8, 0, -4):
+        spec = SessionSpec(1, layers, page_size=4, reserve_tokens=tokens)
+        try:
+            worker.allocate(TENANT, FILLER, spec)
+        except (CapacityError, InvalidRequest):
+            continue
+        return
+
+
+def test_no_room_for_two_copies(start: Start) -> None:
+    """If only one copy can grow, and there are no others, nothing is stored."""
+    backend = start(num_workers=2, memory_bytes=6 * 2 * PAGE_BYTES)
+    driver = Driver.open(backend.connect(), num_rows=1, replicas=2, page_size=4, layers=LAYERS)
+    driver.step(4)
+    worker = backend.workers[backend.index_of(copies(driver)[0][1].worker_id)]
+    fill_up(worker)
+    with pytest.raises(OutOfPages):
+        driver.session.attend(0, *driver.tokens(2))
+    check_equal(backend, driver)
+    worker.release(TENANT, [FILLER])
+    driver.step(2)
+    driver.check_stored()
+    check_equal(backend, driver)
+
+
+def test_a_fork_and_a_new_holder_have_both(start: Start) -> None:
+    """Who attaches to a session, or forks it by its id, has two copies of it as well."""
+    backend = start(num_workers=2)
+    client = backend.connect()
+    driver = Driver.open(client, replicas=2, page_size=4)
+    driver.step(6)
+    forked = Driver(client.fork(driver.session.id), dense=driver.dense.fork())
+    taken = Driver(client.attach(driver.session.id), dense=driver.dense)
+    for one in (forked, taken):
+        assert [len(group) for group in copies(one)] == [2]
+        one.step(2)
+        one.check_stored()
+        check_equal(backend, one)
