@@ -85,16 +85,16 @@ class Changes:
             self._open_again()
 
     def _finish(self, change: Change) -> None:
-        self._pending = change
+        self._expect(change)
         while change.requests:
             extent, request = change.requests[0]
             if not extent.lost:
                 with suppress(CopyGivenUp):  # another one gets the change, or has it
                     self._send(change, extent, request)
             change.requests.pop(0)
-        self._pending = None
         may_come_back = self._mirror.may_come_back
         change.adopt()
+        self._expect(None)
         self._links.settle_extents()
         if may_come_back and self._mirror.extents:
             self._tell_front()
@@ -284,8 +284,16 @@ class Changes:
             for extent in everywhere:
                 self._ask(extent, method, request(extent, True))
         requests = [(extent, request(extent, False)) for extent in everywhere]
-        self._pending = Change(method, requests, adopt)
+        self._expect(Change(method, requests, adopt))
         self.settle()
+
+    def _expect(self, change: Change | None) -> None:
+        """Note what may be on its way, also for whoever releases the session then."""
+        self._pending = change
+        lease = self._links.lease
+        if change is None:
+            lease.epoch = self._mirror.epoch
+        lease.unsettled = change is not None
 
     def _send(self, change: Change, extent: Extent, request: Any) -> None:
         try:
@@ -302,7 +310,7 @@ class Changes:
                 and not self._is_unchanged(extent, request.epoch)
             ):
                 raise
-            self._pending = None
+            self._expect(None)
             raise
         change.begun, change.perhaps_made = True, False
 

@@ -53,6 +53,7 @@ class Lease:
         taken: Somebody else has attached to the session: it is theirs to renew and to release.
         epoch: The owner's: whoever has attached since is at a later one, and is not to be
             released. 0: nobody else knows of the session.
+        unsettled: It is not known whether the owner's last change, from that epoch, was made.
     """
 
     session_id: str
@@ -62,6 +63,7 @@ class Lease:
     open: bool = True
     taken: bool = False
     epoch: int = 0
+    unsettled: bool = False
     capabilities: dict[str, bytes] = field(default_factory=dict, repr=False)
     capabilities_due_at: float = math.inf
 
@@ -200,6 +202,7 @@ class Leases:
                 session_ids=ids,
                 capabilities=_capabilities(address, batch),
                 epochs=[lease.epoch for lease in batch],
+                unsettled_ids=[lease.session_id for lease in batch if lease.unsettled],
             )
             try:
                 self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)

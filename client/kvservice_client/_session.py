@@ -475,6 +475,8 @@ class Session:
             if self._lease.taken:
                 return
             request = types_pb2.ReleaseRequest(session_ids=[self.id], epochs=[self.epoch])
+            if self._lease.unsettled:
+                request.unsettled_ids.append(self.id)
             failures: list[KVServiceError] = []
             for extent in self._mirror.everywhere:
                 try:

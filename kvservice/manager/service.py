@@ -286,7 +286,7 @@ class PageManager:
     def release(
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
-        epochs = convert.release_from_pb(request)
+        epochs, unsettled = convert.release_from_pb(request)
         # Whoever takes a session over does so here.
         stay = {
             session_id
@@ -297,7 +297,11 @@ class PageManager:
         for worker_id, mine in self._by_worker(epochs, caller).items():
             if self._routes.is_dead(worker_id):
                 continue  # what it holds, should it come back, ends with the lease
-            asked = types_pb2.ReleaseRequest(session_ids=mine, epochs=[epochs[one] for one in mine])
+            asked = types_pb2.ReleaseRequest(
+                session_ids=mine,
+                epochs=[epochs[one] for one in mine],
+                unsettled_ids=[one for one in mine if one in unsettled],
+            )
             released += self._routes.ask(worker_id, "Release", asked, caller).released_count
             for session_id in mine:
                 if session_id not in stay:

@@ -67,11 +67,15 @@ def session_ids_from_pb(values: Iterable[str]) -> list[str]:
     return [session_id_from_pb(value) for value in ids]
 
 
-def release_from_pb(pb: types_pb2.ReleaseRequest) -> dict[str, int]:
-    """Return the ids of sessions to release, each with the epoch up to which; 0: any."""
+def release_from_pb(pb: types_pb2.ReleaseRequest) -> tuple[dict[str, int], frozenset[str]]:
+    """Return the ids of sessions to release, each with the epoch up to which, 0: any; and of which
+    of them the next epoch counts too, if it came by a change of their holder's."""
     ids = session_ids_from_pb(pb.session_ids)
+    unsettled = frozenset(pb.unsettled_ids)
+    if not unsettled.issubset(ids):
+        raise InvalidRequest("unsettled_ids must be among session_ids")
     if not pb.epochs:
-        return dict.fromkeys(ids, 0)
+        return dict.fromkeys(ids, 0), unsettled
     if len(pb.epochs) != len(pb.session_ids):
         raise InvalidRequest(
             f"epochs must be one for each of {len(pb.session_ids)} ids, got {len(pb.epochs)}"
@@ -80,7 +84,7 @@ def release_from_pb(pb: types_pb2.ReleaseRequest) -> dict[str, int]:
     for session_id, epoch in zip(pb.session_ids, not_negative(pb.epochs, "epochs"), strict=True):
         former = epochs.get(session_id, epoch)
         epochs[session_id] = max(former, epoch) if former and epoch else 0
-    return epochs
+    return epochs, unsettled
 
 
 def list_size_from_pb(pb: types_pb2.ListSessionsRequest) -> int:

@@ -8,13 +8,14 @@ import pytest
 
 from kvservice.core.caller import ANONYMOUS
 from kvservice.v1 import types_pb2
-from kvservice_client import InvalidRequest, PagesLost, SessionNotFound
+from kvservice_client import DeadlineExceeded, InvalidRequest, PagesLost, SessionNotFound
 from kvservice_client._connections import FRONT
 from kvservice_client.testing import eventually
 from tests.backends import Backend
 from tests.contract.conftest import Start
 from tests.contract.test_session_faults import QUICK, faulty
 from tests.driving import Driver
+from tests.failing import Failing
 
 
 @pytest.mark.parametrize("taken_over", [False, True])
@@ -78,6 +79,47 @@ def test_a_late_holder_releases_nothing(start: Start, how: str, spread: int) -> 
     new.check_stored()
     new.session.release()
     assert backend.num_sessions() == 0
+
+
+@pytest.mark.parametrize("carried_out", [False, True])
+@pytest.mark.parametrize("verb", ["Pop", "Select", "Reset"])
+def test_who_does_not_know_how_far_it_is_releases_its_own(
+    start: Start, verb: str, carried_out: bool
+) -> None:
+    """A holder whose last change may have been made frees the session at either epoch, on every
+    worker, however it ends; but not from under somebody who has taken it over since."""
+    backend = start(num_workers=2)
+    failing = Failing(backend.dial)
+    client = backend.connect(dial=failing.dial)
+    drivers = [Driver.open(client, spread=2, page_size=4) for _ in range(4)]
+    for after, driver in enumerate(drivers):
+        driver.step(8)
+        # The second worker is asked with the first one's answer known, or not; both check first.
+        failing.fail(verb, DeadlineExceeded, carried_out=carried_out, after=2 + after % 2)
+        change = {"Pop": lambda one: one.pop(3), "Select": lambda one: one.select([1, 0])}
+        with pytest.raises(DeadlineExceeded):
+            change.get(verb, lambda one: one.reset())(driver.session)
+        assert failing.has_failed()
+    others = [backend.connect().attach(driver.session.id) for driver in drivers[:2]]
+    ids = [driver.session.id for driver in drivers]
+    drivers[0].session.release()
+    drivers[2].session.release()
+    assert ids[2] not in held_by(backend)
+    del drivers, driver
+    gc.collect()
+    client.close()
+    eventually(lambda: held_by(backend) == set(ids[:2]))
+    for other in others:
+        assert other.roll_back() == other.lengths(0)
+        other.release()
+    assert backend.num_sessions() == 0
+
+
+def held_by(backend: Backend) -> set[str]:
+    """Return the ids of the sessions of which a worker holds something."""
+    return {
+        info.session_id for worker in backend.workers for *_, info in worker.list_sessions(None)
+    }
 
 
 def release(backend: Backend, *, lone: bool, ids: list[str], epochs: list[int]) -> int:

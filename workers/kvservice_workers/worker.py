@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -243,12 +243,19 @@ class PageWorker:
                 self._sessions.changed(session)
             return self._info(session, with_padding=True)
 
-    def release(self, tenant: str, session_ids: Iterable[str] | Mapping[str, int]) -> int:
+    def release(
+        self,
+        tenant: str,
+        session_ids: Iterable[str] | Mapping[str, int],
+        unsettled: Collection[str] = (),
+    ) -> int:
         """Free sessions; those that do not exist are skipped. Return how many were freed.
 
         Args:
             session_ids: With the epoch up to which each is to be freed, if that matters; 0: any. A
                 later one is somebody else's, and skipped too.
+            unsettled: Of which of them the next epoch counts too, unless it came by an Attach:
+                their holder does not know whether its last change has arrived.
         """
         epochs = session_ids if isinstance(session_ids, Mapping) else {}
         released = 0
@@ -258,7 +265,10 @@ class PageWorker:
             if session is None:
                 continue
             with session.lock, self._lock:
-                if not session.closed and session.epoch <= (epochs.get(session_id) or math.inf):
+                epoch = session.epoch
+                if session_id in unsettled and session.last_change not in (None, "attach"):
+                    epoch -= 1
+                if not session.closed and epoch <= (epochs.get(session_id) or math.inf):
                     self._remove(session, "release")
                     released += 1
         return released

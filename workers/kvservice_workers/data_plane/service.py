@@ -172,8 +172,8 @@ class WorkerService:
     def release(
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
-        epochs = convert.release_from_pb(request)
-        released = self._worker.release(caller.tenant, epochs)
+        epochs, unsettled = convert.release_from_pb(request)
+        released = self._worker.release(caller.tenant, epochs, unsettled)
         return types_pb2.ReleaseResponse(released_count=released)
 
     def renew_lease(
