@@ -2,24 +2,23 @@
 
 All on one machine: callers and worker share its cores. An empty RPC is the health check.
 
-control_p50_vs_empty    median of a GetSession, by that of an empty RPC, 8 in flight
-control_p99_vs_empty    99th percentile of a GetSession, by the median of an empty RPC
-goodput_vs_held         Attends answered a second while three processes try to have 120 streams
-                        each, more than a worker takes, by what three processes of 3 streams get
-reject_p99_vs_empty     99th percentile of how long a refusal takes then, by an empty RPC's median
-recovery_s              seconds after that until an Attend takes what it took before
-connect_vs_empty        connecting, one empty RPC, and closing, by an empty RPC alone
-churn_*                 connections a second, and what the worker keeps of them
+control_*       a GetSession, by an empty RPC, 8 in flight
+goodput_*       Attends answered a second while three processes try to have 120 streams each, more
+                than a worker takes, by what three processes of 3 streams get
+reject_*        how long a refusal takes a caller of its own meanwhile, by an empty RPC of the
+                same caller without load (`_vs_empty`), and at the same time (`_vs_empty_then`)
+recovery_s      seconds after that until an Attend takes what it took before
+deaf_*          Attends of three streams beside 64 that ask and take no answer, by these alone
+reset_*         the same beside a peer that opens streams and resets them as fast as it can
+connect_*       connecting, one empty RPC, and closing, by an empty RPC alone
+churn_*         connections a second, and what the worker keeps of them
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import subprocess
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
+from bench.callers import EMPTY, Callers, Noted, call
 from bench.processes import process
 from bench.report import Report, median, seconds_of
 from kvservice.clock import now_ns
@@ -40,149 +40,121 @@ from kvservice.wire.tensors import from_numpy
 HELD: Final = 8
 FLOOD_PROCESSES: Final = 3
 FLOOD_STREAMS: Final = 120
-ENDED_MEANWHILE: Final = "Internal error from Core"
-BACKOFF_S: Final = 1.0  # what a refusal says in its RetryInfo
+DEAF_STREAMS: Final = 64
 SLICE_S: Final = 0.5
 PAIRS: Final = 9
-ATTEND: Final = f"/{WORKER.full_name}/Attend"
-GET: Final = f"/{WORKER.full_name}/GetSession"
-EMPTY: Final = "/grpc.health.v1.Health/Check"
 
 
-# -- callers, in processes of their own
-
-
-async def _unary(method: Any, request: bytes, until: int, noted: Noted) -> None:
-    while now_ns() < until:
-        began = now_ns()
-        try:
-            await method(request, timeout=10)
-            noted.good.append((now_ns() - began) / 1e6)
-        except grpc.aio.AioRpcError as error:
-            await noted.failed(error.code(), began)
-
-
-async def _stream(method: Any, request: bytes, until: int, noted: Noted) -> None:
-    """Keep a stream open and make one call after the other on it; open it anew if it ends."""
-    while now_ns() < until:
-        began = now_ns()
-        stream = method(timeout=60)
-        try:
-            while now_ns() < until:
-                began = now_ns()
-                await stream.write(request)
-                if await stream.read() is grpc.aio.EOF:
-                    break
-                noted.good.append((now_ns() - began) / 1e6)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # Its library calls it INTERNAL where the end of a stream meets what is being written.
-            await noted.failed(await stream.code(), began, await stream.details())
-        finally:
-            stream.cancel()
-
-
-class Noted:
-    """Durations of answers and of refusals, in ms, and how often anything else happened."""
-
-    def __init__(self) -> None:
-        self.good: list[float] = []
-        self.refused: list[float] = []
-        self.others: dict[str, int] = {}
-
-    async def failed(self, code: grpc.StatusCode, began: int, details: str | None = None) -> None:
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED or details == ENDED_MEANWHILE:
-            self.refused.append((now_ns() - began) / 1e6)
-        else:
-            self.others[code.name] = self.others.get(code.name, 0) + 1
-        await asyncio.sleep(BACKOFF_S)
-
-
-async def _calls(address: str, path: str, requests: list[bytes], seconds: float) -> Any:
-    """Keep a call or stream in flight for each request."""
-    noted = Noted()
-    until = now_ns() + int(seconds * 1e9)
-    async with grpc.aio.insecure_channel(address) as channel:
-        streams = path == ATTEND
-        method = channel.stream_stream(path) if streams else channel.unary_unary(path)
-        one = _stream if streams else _unary
-        await asyncio.gather(*(one(method, request, until, noted) for request in requests))
-    return {"good": noted.good, "refused": noted.refused, "others": noted.others}
-
-
-def call(address: str, path: str, requests: list[bytes], *, seconds: float) -> dict[str, Any]:
-    found: dict[str, Any] = asyncio.run(_calls(address, path, requests, seconds))
-    return found
-
-
-def flood(address: str, requests: list[bytes], seconds: float) -> list[dict[str, Any]]:
-    """Let several processes call at once, each with its share of the streams."""
-    command = [sys.executable, "-m", "bench.overload", "--flood", address, str(seconds)]
-    children = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(FLOOD_PROCESSES)
-    ]
-    for index, child in enumerate(children):
-        assert child.stdin is not None
-        share = requests[index::FLOOD_PROCESSES]
-        child.stdin.write(json.dumps([one.hex() for one in share]))
-        child.stdin.close()
-        child.stdin = None
-    return [json.loads(child.communicate(timeout=seconds + 60)[0]) for child in children]
-
-
-# -- measurements
+def p99(values: list[float]) -> float:
+    return float(np.percentile(values, 99))
 
 
 def control(report: Report, address: str, request: bytes) -> float:
     """Compare a GetSession with an empty RPC; return the empty one's median, in ms."""
     ours, empty = [], []
     for _ in range(PAIRS):
-        ours.append(call(address, GET, [request] * HELD, seconds=SLICE_S)["good"])
-        empty.append(call(address, EMPTY, [b""] * HELD, seconds=SLICE_S)["good"])
+        ours.append(call("ask", address, [request] * HELD, seconds=SLICE_S).good)
+        empty.append(call("empty", address, [b""] * HELD, seconds=SLICE_S).good)
     halves = [median(one) for one in empty]
-    tails = [float(np.percentile(one, 99)) for one in ours]
     note = "GetSession / health check, 8 in flight"
     report.ratio("control_p50_vs_empty", [median(one) for one in ours], halves, note)
-    report.ratio("control_p99_vs_empty", tails, halves, f"{note}: p99 / p50")
+    report.ratio("control_p99_vs_empty", [p99(one) for one in ours], halves, f"{note}: p99 / p50")
     rates = [len(one) / SLICE_S for one in ours]
     report.figure("control_rps", median(rates), "GetSession, 8 in flight, one process", rates)
     report.figure("empty_p50_ms", median(halves), "health check, 8 in flight", halves)
     return median(halves)
 
 
-def overload(
-    report: Report, address: str, requests: list[bytes], empty_ms: float, seconds: float
-) -> None:
-    """Ask for far more than there is, then look how soon all is as before."""
-    before = median(call(address, ATTEND, requests[:1], seconds=SLICE_S)["good"])
-    few = FLOOD_PROCESSES * 3
-    held = sum(len(one["good"]) for one in flood(address, requests[:few], seconds)) / seconds
-    note = f"{FLOOD_PROCESSES} processes of 3 streams for {seconds:g} s"
-    report.figure("held_rps", held, f"Attends answered, {note}")
-    found = flood(address, requests, seconds)
-    began = now_ns()
-    while True:
-        took = call(address, ATTEND, requests[:1], seconds=0.1)["good"]
-        waited = (now_ns() - began) / 1e9
-        if (took and median(took) <= 2 * before) or waited > 30:
-            break
-    good = [ms for one in found for ms in one["good"]]
-    refused = [ms for one in found for ms in one["refused"]]
+def flood(
+    address: str, requests: list[bytes], seconds: float
+) -> tuple[list[float], Noted, dict[str, int]]:
+    """Let several processes attend, and another one knock meanwhile.
+
+    Returns:
+        How long the answers took, in ms; what the one that knocks has noted; other codes.
+    """
+    crowd = Callers.start("attend", address, requests, number=FLOOD_PROCESSES, seconds=seconds)
+    knocking = Callers.start("knock", address, requests[:1], number=1, seconds=seconds)
+    found = crowd.noted()
     others: dict[str, int] = {}
     for one in found:
-        for name, count in one["others"].items():
+        for name, count in one.others.items():
             others[name] = others.get(name, 0) + count
-    rate = len(good) / seconds
-    note = f"{FLOOD_PROCESSES} x {FLOOD_STREAMS} streams for {seconds:g} s"
-    report.figure("goodput_vs_held", rate / held, f"answers a second / held, {note}")
-    report.figure("overload_rps", rate, f"answered, {note}")
-    report.figure("refused_rps", len(refused) / seconds, f"RESOURCE_EXHAUSTED, {note}")
-    report.figure("other_errors", sum(others.values()), f"any other code, {note}: {others}")
-    if refused:
-        tail = float(np.percentile(refused, 99))
-        report.figure("reject_p99_ms", tail, "how long a refusal takes, p99")
-        report.figure("reject_p99_vs_empty", tail / empty_ms, "the same / p50 of an empty RPC")
-    report.figure("recovery_s", waited, "until an Attend takes what it took before")
+    return [ms for one in found for ms in one.good], knocking.noted()[0], others
+
+
+def overload(report: Report, address: str, requests: list[bytes], seconds: float) -> None:
+    """Ask for far more than there is, by turns with what is held; look how soon that is over."""
+    idle = Callers.start("knock", address, requests[:1], number=1, seconds=2.0).noted()[0]
+    before = median(call("attend", address, requests[:1], seconds=SLICE_S).good)
+    held, rates, waits = [], [], []
+    refused: list[float] = []
+    empty: list[float] = []
+    others: dict[str, int] = {}
+    for _ in range(PAIRS):
+        good, _, _ = flood(address, requests[: FLOOD_PROCESSES * 3], seconds / 5)
+        held.append(len(good) / (seconds / 5))
+        good, knocked, codes = flood(address, requests, seconds / 5)
+        rates.append(len(good) / (seconds / 5))
+        waits.append(_recovered(address, requests[0], before))
+        refused += knocked.refused
+        empty += knocked.empty
+        for name, count in codes.items():
+            others[name] = others.get(name, 0) + count
+    by = median(idle.empty)
+    note = f"{FLOOD_PROCESSES} processes of 3 streams for {seconds / 5:g} s"
+    report.figure("held_rps", median(held), f"Attends answered, {note}", held)
+    note = f"{FLOOD_PROCESSES} x {FLOOD_STREAMS} streams for {seconds / 5:g} s"
+    report.ratio("goodput_vs_held", rates, held, f"answers a second / held, {note}")
+    report.figure("overload_rps", median(rates), f"answered, {note}", rates)
+    report.figure("other_errors", sum(others.values()), f"not RESOURCE_EXHAUSTED: {others}")
+    report.figure("empty_idle_ms", by, "an empty RPC without load, p50")
+    report.figure("reject_p50_ms", median(refused), f"a refusal, p50 of {len(refused)}", refused)
+    report.figure("reject_p99_ms", p99(refused), "the same, p99")
+    report.figure("reject_p50_vs_empty", median(refused) / by, "p50 / an empty RPC without load")
+    report.figure("reject_p99_vs_empty", p99(refused) / by, "p99 / an empty RPC without load")
+    report.figure(
+        "reject_p99_vs_empty_then",
+        p99(refused) / p99(empty),
+        "p99 / p99 of an empty RPC, by turns with it",
+    )
+    report.figure("recovery_s", max(waits), "until an Attend takes what it took before, at most")
+
+
+def _recovered(address: str, request: bytes, before: float) -> float:
+    """Return after how many seconds an Attend takes at most twice what it took before, in ms."""
+    began = now_ns()
+    while True:
+        took = call("attend", address, [request], seconds=0.1).good
+        waited = (now_ns() - began) / 1e9
+        if (took and median(took) <= 2 * before) or waited > 30:
+            return waited
+
+
+def beside(
+    report: Report, kind: str, what: str, address: str, requests: list[bytes], seconds: float
+) -> None:
+    """Compare the Attends of three streams before and after, and beside, callers of another kind.
+
+    Args:
+        requests: Three of those who attend, then the others'.
+    """
+
+    def attends() -> list[float]:
+        mine = Callers.start("attend", address, requests[:3], number=1, seconds=seconds / 3)
+        return mine.noted()[0].good
+
+    alone = attends()
+    rude = Callers.start(kind, address, requests[3:], number=1, seconds=seconds)
+    rude.wait(seconds / 9)  # for them to begin
+    together = attends()
+    did = rude.noted()[0].others
+    alone += attends()
+    rate = len(together) / (len(alone) / 2)
+    report.figure(f"{kind}_rate_vs_alone", rate, f"Attends of three streams {what} / alone")
+    ratio = median(together) / median(alone)
+    report.figure(f"{kind}_p50_vs_alone", ratio, f"how long these take, p50; meanwhile {did}")
+    report.figure(f"{kind}_p99_vs_alone", p99(together) / p99(alone), "how long these take, p99")
 
 
 def churn(report: Report, address: str, pid: int, seconds: float) -> None:
@@ -283,26 +255,37 @@ def attend(session_id: str) -> bytes:
     return wrapped.SerializeToString()
 
 
+PARTS: Final = ("control", "overload", "deaf", "reset", "churn")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of overload and of churn")
-    parser.add_argument("--flood", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each part")
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS, help="some parts")
     arguments = parser.parse_args()
-    if arguments.flood:
-        address, seconds = arguments.flood
-        requests = [bytes.fromhex(one) for one in json.loads(sys.stdin.read())]
-        print(json.dumps(call(address, ATTEND, requests, seconds=float(seconds))))
-        return
-    report = Report("overload")
+    report, seconds = Report("overload"), arguments.seconds
     with process("kvservice", "worker", "--port", "0", "--json") as line:
         address = json.loads(line)["address"]
         with grpc.insecure_channel(address) as channel:
             allocate = channel.unary_unary(f"/{WORKER.full_name}/Allocate")
             ids = [opened(allocate) for _ in range(FLOOD_PROCESSES * FLOOD_STREAMS)]
-        request = types_pb2.GetSessionRequest(session_id=ids[0]).SerializeToString()
-        empty_ms = control(report, address, request)
-        overload(report, address, [attend(one) for one in ids], empty_ms, arguments.seconds)
-        churn(report, address, _pid_of(address), arguments.seconds)
+            requests = [attend(one) for one in ids]
+            # A session's first call makes its pages: that is not what is measured here.
+            stream = channel.stream_stream(f"/{WORKER.full_name}/Attend")
+            assert len(list(stream(iter(requests), timeout=60))) == len(requests)
+        if "control" in arguments.only:
+            asked = types_pb2.GetSessionRequest(session_id=ids[0]).SerializeToString()
+            control(report, address, asked)
+        if "overload" in arguments.only:
+            overload(report, address, requests, seconds)
+        if "deaf" in arguments.only:
+            some = requests[: 3 + DEAF_STREAMS]
+            beside(report, "deaf", "beside streams that are not read", address, some, seconds)
+        if "reset" in arguments.only:
+            some = requests[:4]
+            beside(report, "reset", "beside streams that are reset", address, some, seconds)
+        if "churn" in arguments.only:
+            churn(report, address, _pid_of(address), seconds)
     report.print()
 
 

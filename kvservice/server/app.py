@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection
 
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import ConfigError, ServerLimits
-from kvservice.core.errors import KVServiceError
 from kvservice.core.recorder import NullRpcRecorder, RpcRecorder
 from kvservice.server.guard import Guard, OpenGuard
 from kvservice.server.handlers import Handlers
+from kvservice.server.health import HealthHandlers
+from kvservice.server.reflecting import ReflectionHandlers
 from kvservice.server.streams import OpenCalls
 from kvservice.server.threads import RpcThreads
-from kvservice.wire import status
 from kvservice.wire.tracing import find_tracer
 
 FRAME_HEADROOM: Final = 64 << 10  # what a frame has around its payload
+REFUSED_AT_ONCE: Final = 64  # calls of one connection that may be on their way to a refusal
 
 
 class GrpcServer:
     """A threaded server: `listen`, then `start`, at last `stop`.
 
-    Streams hold a thread each and are bounded below the number of threads, so that other calls
-    always find one.
+    Streams hold a thread each, and other calls have theirs. A call for which there is no place is
+    refused as it arrives: it takes neither a thread nor a turn in a queue, and is not read.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class GrpcServer:
         self._limits = limits if limits is not None else ServerLimits()
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._credentials = credentials
-        self._calls = OpenCalls(self._limits.max_streams, self._clock)
-        num_threads = self._limits.max_streams + self._limits.unary_threads
-        self._threads = RpcThreads(num_threads, self._clock)
+        self._calls = OpenCalls(self._limits, self._clock)
+        self._stream_threads = RpcThreads(self._limits.max_streams, self._clock)
+        self._call_threads = RpcThreads(self._limits.unary_threads, self._clock)
         self._health = health.HealthServicer()
+        self._health_handlers = HealthHandlers(self._health, self._calls)
         self._started = False
         tracer = find_tracer()
         self._server = grpc.server(
-            self._threads,
+            self._stream_threads,
             options=_options(self._limits),
-            maximum_concurrent_rpcs=num_threads + self._limits.queued_calls,
             interceptors=() if tracer is None else tracer.interceptors(),
         )
 
@@ -98,13 +99,15 @@ class GrpcServer:
         """
         guard = guard if guard is not None else OpenGuard(self._clock)
         recorder = recorder if recorder is not None else NullRpcRecorder()
-        self._threads.recorder = recorder.queue
-        names = (descriptor.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
-            _Reflection(names, self._calls, self._limits.default_deadline_s, guard), self._server
+        for threads in (self._stream_threads, self._call_threads):
+            threads.recorder = recorder.queue
+        reflecting = ReflectionHandlers(
+            (descriptor.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME),
+            calls=self._calls,
+            timeout_s=self._limits.default_deadline_s,
+            guard=guard,
+            threads=self._stream_threads,
         )
-        # Last, so that what reaches it and is not its own is nobody's.
         handlers = Handlers(
             service,
             descriptor,
@@ -113,8 +116,11 @@ class GrpcServer:
             recorder=recorder,
             clock=self._clock,
             guard=guard,
+            stream_threads=self._stream_threads,
+            call_threads=self._call_threads,
         )
-        self._server.add_generic_rpc_handlers((handlers,))
+        # Its own last, so that what reaches them and is not theirs is nobody's.
+        self._server.add_generic_rpc_handlers((self._health_handlers, reflecting, handlers))
         self._calls.start()
         self._server.start()
         self._started = True
@@ -132,7 +138,9 @@ class GrpcServer:
             self._server.start()  # only one that has run lets go of its port
         self._server.stop(grace_s).wait()
         self._calls.stop()
-        self._threads.shutdown(wait=True)
+        self._health_handlers.close()
+        for threads in (self._stream_threads, self._call_threads):
+            threads.shutdown(wait=True)
 
 
 def serve(
@@ -162,26 +170,6 @@ def serve(
     return server, bound
 
 
-class _Reflection(reflection.ReflectionServicer):  # type: ignore[misc]
-    """The standard one, but its streams count as streams, and are for known callers."""
-
-    def __init__(
-        self, names: tuple[str, ...], calls: OpenCalls, timeout_s: float, guard: Guard
-    ) -> None:
-        super().__init__(names)
-        self._guard = guard
-        self._calls = calls
-        self._timeout_s = timeout_s
-
-    def ServerReflectionInfo(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
-        try:
-            with self._calls.stream(context, timeout_s=self._timeout_s):
-                self._guard.check(self._guard.identify(context))
-                yield from super().ServerReflectionInfo(request_iterator, context)
-        except KVServiceError as error:
-            context.abort(status.to_code(error), error.message)
-
-
 def _options(limits: ServerLimits) -> list[tuple[str, int]]:
     frame = limits.max_frame_bytes + FRAME_HEADROOM
     return [
@@ -191,7 +179,12 @@ def _options(limits: ServerLimits) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", frame),
         ("grpc.max_metadata_size", 8 << 10),
         ("grpc.absolute_max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", limits.max_streams + limits.queued_calls),
+        # Of one connection: more than there are places, so that what is too much is refused here,
+        # instead of waiting in the client.
+        (
+            "grpc.max_concurrent_streams",
+            limits.max_streams + limits.unary_threads + limits.queued_calls + REFUSED_AT_ONCE,
+        ),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         # Connections on which nothing is said, or not HTTP/2.
         ("grpc.server_handshake_timeout_ms", 5000),

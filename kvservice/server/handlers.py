@@ -1,16 +1,17 @@
 """The methods of a service as gRPC handlers, made from its descriptor.
 
-Every kind of method does the same things, from the outside in: count, turn errors into statuses,
-bound streams and times, find the caller, decode, serve. Bytes are decoded here and not by gRPC,
-whose answer to undecodable ones would be INTERNAL.
+Every kind of method does the same things, from the outside in: take a place, count, turn errors
+into statuses, bound times, find the caller, read, decode, serve. Where there is no place, a call
+is refused as it arrives. No request is read before it is known who makes it, and all of them come
+as streams, of which reading one message has a deadline: gRPC would wait for it in a thread, for
+ever. Bytes are decoded here and not by gRPC, whose answer to undecodable ones would be INTERNAL.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -19,29 +20,20 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from kvservice.clock import Clock
 from kvservice.config import ServerLimits
-from kvservice.core.access import Rule
-from kvservice.core.caller import Caller
-from kvservice.core.errors import (
-    Code,
-    DeadlineExceeded,
-    InvalidRequest,
-    KVServiceError,
-    TooLarge,
-)
-from kvservice.core.recorder import MethodRecorder, RpcRecorder, auth_reason
+from kvservice.core.errors import Code, DeadlineExceeded, InvalidRequest, TooLarge
+from kvservice.core.recorder import MethodRecorder, RpcRecorder
 from kvservice.logs import REQUEST, REQUEST_KEY, Request
 from kvservice.server.attends import whole_or_pieces
-from kvservice.server.faults import explained
-from kvservice.server.guard import Attend, Credential, Guard
+from kvservice.server.guard import Guard
+from kvservice.server.rooms import Room, in_room, refusing, streaming_in_room
+from kvservice.server.rpc import Method, Rpc
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
+from kvservice.server.threads import served_by
 from kvservice.server.wholes import Wholes, decode
 from kvservice.wire import status
 from kvservice.wire.fragments import frames
 from kvservice.wire.names import snake_case
 
-LOG = logging.getLogger(__name__)
-
-OURS: Final = {Code.INTERNAL, Code.DATA_LOSS}
 _FOREVER_S: Final = 1e8  # gRPC says some such number where the caller has stated no deadline
 _KINDS: Final = {
     (False, False): "unary",
@@ -52,29 +44,13 @@ _KINDS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """One method: how to decode, serve and count it.
+class _Entry:
+    """A method as gRPC is to call it, and what it calls where there is no place."""
 
-    Fields:
-        name: As in the path.
-        whole: For framed requests, the type of the message that the frames carry.
-        rule: Who may call it.
-        read: Looks at a frame that may be served without being decoded. None: there are none.
-    """
-
-    name: str
-    serve: Callable[..., Any]
-    request: type[Any]
-    response: type[Any]
-    whole: type[Any] | None
+    handler: Any
+    refusal: Any
+    room: Room
     recorder: MethodRecorder
-    rule: Rule
-    read: Callable[[bytes], Any] | None
-
-    def wholes(self, limits: ServerLimits) -> Wholes:
-        """Return what puts the requests of a stream together."""
-        assert self.whole is not None, f"the requests of {self.name} are not framed"
-        return Wholes(self.request, self.whole, limits.max_message_bytes)
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -90,27 +66,41 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         recorder: RpcRecorder,
         clock: Clock,
         guard: Guard,
+        stream_threads: ThreadPoolExecutor,
+        call_threads: ThreadPoolExecutor,
     ) -> None:
+        self._stream_threads = stream_threads
+        self._call_threads = call_threads
         self._service = service
         self._guard = guard
         self._rules = guard.rules(descriptor)
         self._limits = limits
         self._calls = calls
         self._clock = clock
+        self._now = clock.monotonic
         self._unknown = recorder.method("unknown", "unknown", "unknown")
         self._by_path = {
-            f"/{descriptor.full_name}/{method.name}": self._handler(method, recorder)
+            f"/{descriptor.full_name}/{method.name}": self._entry(method, recorder)
             for method in descriptor.methods
         }
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        handler = self._by_path.get(details.method)
-        if handler is None:
+        """Find what serves a call that has arrived: gRPC's own thread asks, and must not wait.
+
+        Whoever is given a handler has taken a place, which is given back at the call's end.
+        """
+        entry = self._by_path.get(details.method)
+        if entry is None:
             self._unknown.started()
             self._unknown.handled(Code.UNIMPLEMENTED.name, 0.0)
-        return handler
+            return None
+        if entry.room.take():
+            return entry.handler
+        entry.recorder.started()
+        entry.recorder.handled(entry.room.refusal.code.name, 0.0)
+        return entry.refusal
 
-    def _handler(self, descriptor: MethodDescriptor, recorder: RpcRecorder) -> Any:
+    def _entry(self, descriptor: MethodDescriptor, recorder: RpcRecorder) -> _Entry:
         streams = (descriptor.client_streaming, descriptor.server_streaming)
         kind = _KINDS[streams]
         method = Method(
@@ -125,28 +115,44 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             rule=self._rules[descriptor.name],
             read=getattr(self._service, f"read_{snake_case(descriptor.name)}", None),
         )
+        is_call = kind == "unary"
+        room = self._calls.calls if is_call else self._calls.streams
+        threads = self._call_threads if is_call else self._stream_threads
+        behaviour = self._behaviour(method, kind, descriptor)
+        if descriptor.server_streaming:
+            handler = grpc.stream_stream_rpc_method_handler(
+                served_by(threads, streaming_in_room(room, behaviour))
+            )
+        else:
+            handler = grpc.stream_unary_rpc_method_handler(
+                served_by(threads, in_room(room, behaviour))
+            )
+        return _Entry(handler, refusing(room.refusal), room, method.recorder)
+
+    def _behaviour(
+        self, method: Method, kind: str, descriptor: MethodDescriptor
+    ) -> Callable[..., Any]:
         if kind == "unary":
-            return grpc.unary_unary_rpc_method_handler(self._unary(method))
+            return self._unary(method)
         if kind == "client_stream":
-            return grpc.stream_unary_rpc_method_handler(self._client_stream(method))
+            return self._client_stream(method)
         if kind == "server_stream":
-            return grpc.unary_stream_rpc_method_handler(self._server_stream(method))
+            return self._server_stream(method)
         if method.whole is None:
-            return grpc.stream_stream_rpc_method_handler(self._conversation(method))
+            return self._conversation(method)
         result = _framed(descriptor.output_type)
         assert result is not None, f"{descriptor.name}: requests are framed, responses are not"
-        return grpc.stream_stream_rpc_method_handler(self._calls_on_stream(method, result))
+        return self._calls_on_stream(method, result)
 
     # One request, one response
 
     def _unary(self, method: Method) -> Callable[..., bytes]:
-        def handle(raw: bytes, context: Any) -> bytes:
+        def handle(raws: Iterator[bytes], context: Any) -> bytes:
             rpc = self._begin(method, context)
             try:
-                with self._calls.call(context, timeout_s=self._time_left(context)):
-                    method.recorder.received()
+                with self._calls.watched(context, timeout_s=self._time_left(context)) as call:
                     rpc.identify()
-                    request = decode(method.request, raw)
+                    request = self._only(method, raws, call)
                     response = method.serve(request, rpc.admit(request))
                     encoded: bytes = response.SerializeToString()
                     self._check_size(encoded)
@@ -163,7 +169,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         def handle(raws: Iterator[bytes], context: Any) -> bytes:
             rpc = self._begin(method, context)
             try:
-                with self._calls.stream(context, timeout_s=self._time_left(context)):
+                with self._calls.watched(context, timeout_s=self._time_left(context)):
                     rpc.identify()
                     calls = list(self._wholes(method, raws))
                     if len(calls) != 1:
@@ -180,15 +186,15 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handle
 
     def _server_stream(self, method: Method) -> Callable[..., Iterator[bytes]]:
-        def handle(raw: bytes, context: Any) -> Iterator[bytes]:
+        def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
             rpc = self._begin(method, context)
             try:
-                with self._calls.stream(context, timeout_s=self._time_left(context)):
-                    method.recorder.received()
+                with self._calls.watched(context, timeout_s=self._time_left(context)) as call:
                     rpc.identify()
-                    request = decode(method.request, raw)
+                    request = self._only(method, raws, call)
                     result = method.serve(request, rpc.admit(request))
                     for frame in frames(result, self._limits.fragment_bytes):
+                        call.ends_at = min(call.ends_at, self._now() + self._limits.answer_s)
                         rpc.sent()
                         yield frame
                 rpc.succeed()
@@ -208,13 +214,13 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         limit = self._limits.fragment_bytes
 
-        def failed(call: Any, rpc: _Rpc, error: Exception, began: float) -> Iterable[bytes]:
+        def failed(call: Any, rpc: Rpc, error: Exception, began: float) -> Iterable[bytes]:
             told = rpc.mapped(error)
-            method.recorder.answered(told.code.name, self._clock.monotonic() - began)
+            method.recorder.answered(told.code.name, self._now() - began)
             return frames(result_type(call_id=call.call_id, error=status.to_status(told)), limit)
 
-        def answer(raw: bytes, wholes: Wholes, rpc: _Rpc) -> Iterable[bytes]:
-            began = self._clock.monotonic()
+        def answer(raw: bytes, wholes: Wholes, rpc: Rpc) -> Iterable[bytes]:
+            began = self._now()
             said = None if method.read is None or wholes.pending else method.read(raw)
             if said is not None and not said.begins:
                 try:
@@ -222,7 +228,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 except Exception as error:
                     return failed(said, rpc, error, began)
                 if frame is not None:
-                    method.recorder.answered("OK", self._clock.monotonic() - began)
+                    method.recorder.answered("OK", self._now() - began)
                     return whole_or_pieces(frame, limit)
             call = wholes.add(raw)
             if call is None:
@@ -232,21 +238,21 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 result = method.serve(call, rpc.admit(call), *more)
             except Exception as error:
                 return failed(call, rpc, error, began)
-            method.recorder.answered("OK", self._clock.monotonic() - began)
+            method.recorder.answered("OK", self._now() - began)
             return frames(result, limit)
 
         def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
             rpc = self._begin(method, context)
             idle_s = self._limits.idle_stream_s
             try:
-                with self._calls.stream(context, timeout_s=idle_s) as stream:
+                with self._calls.watched(context, timeout_s=idle_s) as stream:
                     stream.has_ended = rpc.identify()
                     wholes = method.wholes(self._limits)
                     for raw in self._while_idle(raws, stream, idle_s):
                         method.recorder.received()
                         for frame in answer(raw, wholes, rpc):
                             # A peer that does not take its answer holds a thread: not for ever.
-                            stream.ends_at = self._clock.monotonic() + self._limits.answer_s
+                            stream.ends_at = self._now() + self._limits.answer_s
                             rpc.sent()
                             yield frame
                     wholes.end()
@@ -268,7 +274,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             idle_s = self._limits.idle_stream_s
             request = None
             try:
-                with self._calls.stream(context, timeout_s=idle_s) as stream:
+                with self._calls.watched(context, timeout_s=idle_s) as stream:
                     rpc.identify()
                     for raw in self._while_idle(raws, stream, idle_s):
                         method.recorder.received()
@@ -297,7 +303,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         for raw in raws:
             stream.ends_at = NEVER
             yield raw
-            stream.ends_at = self._clock.monotonic() + idle_s
+            stream.ends_at = self._now() + idle_s
 
     def _wholes(self, method: Method, raws: Iterator[bytes]) -> Iterator[Any]:
         wholes = method.wholes(self._limits)
@@ -308,11 +314,24 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 yield whole
         wholes.end()
 
-    def _begin(self, method: Method, context: Any) -> _Rpc:
+    def _begin(self, method: Method, context: Any) -> Rpc:
         method.recorder.started()
         metadata = dict(context.invocation_metadata())
         REQUEST.set(Request(metadata.get(REQUEST_KEY)))
-        return _Rpc(method, context, self._clock, self._guard)
+        return Rpc(method, context, self._clock, self._guard)
+
+    def _only(self, method: Method, raws: Iterator[bytes], call: OpenCall) -> Any:
+        """Read and decode the one message of a request, within the default deadline."""
+        ends_at = call.ends_at
+        call.ends_at = min(ends_at, self._now() + self._limits.default_deadline_s)
+        raw = next(raws, None)
+        call.ends_at = ends_at
+        if raw is None and call.cancelled:
+            raise DeadlineExceeded("the request did not come in time")
+        if raw is None:
+            raise InvalidRequest("the request is missing")
+        method.recorder.received()
+        return decode(method.request, raw)
 
     def _time_left(self, context: Any) -> float:
         """Return the seconds that a call has; those that state none get the default."""
@@ -329,113 +348,6 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 f"the answer has {len(encoded)} bytes, at most {self._limits.max_frame_bytes} fit",
                 limit_bytes=self._limits.max_frame_bytes,
             )
-
-
-class _Rpc:
-    """One call on its way: who calls, how it ends, and that it is counted and logged once."""
-
-    __slots__ = (
-        *("_clock", "_context", "_counted", "_credential", "_ended"),
-        *("_guard", "_method", "_sent", "_started"),
-    )
-
-    def __init__(self, method: Method, context: Any, clock: Clock, guard: Guard) -> None:
-        self._method = method
-        self._guard = guard
-        self._context = context
-        self._clock = clock
-        self._started = clock.monotonic()
-        self._credential: Credential | None = None
-        self._counted: str | None = None
-        self._ended = False
-        self._sent = False
-
-    def sent(self) -> None:
-        """A message of a stream goes out."""
-        if not self._sent:
-            self._sent = True
-            self._method.recorder.first_sent(self._clock.monotonic() - self._started)
-        self._method.recorder.sent()
-
-    def identify(self) -> Callable[[], bool]:
-        """Find out who calls; return what says whether that has ended meanwhile.
-
-        Raises:
-            Unauthenticated, PermissionDenied, InvalidRequest: Before anything is decoded.
-        """
-        credential = self._credential = self._guard.identify(self._context)
-        return partial(self._guard.has_ended, credential)
-
-    def admit(self, request: Any, *, again: bool = False) -> Caller:
-        """Return who makes a request. The first one counts as the tenant's call in progress.
-
-        Args:
-            again: Of a conversation that has been admitted: only its first message needs a
-                credential that still holds.
-        """
-        assert self._credential is not None, "identified before"
-        if again and self._credential.caller is not None:
-            return self._credential.caller
-        caller = self._guard.admit(self._credential, self._method.rule, request)
-        if self._counted is None:
-            self._guard.calls.begin(caller.tenant)
-            self._counted = caller.tenant
-        return caller
-
-    def admit_streamed(self, call: Attend) -> Caller:
-        """As `admit`, of an Attend that has not been decoded."""
-        assert self._credential is not None, "identified before"
-        caller = self._guard.admit_streamed(self._credential, self._method.rule, call)
-        if self._counted is None:
-            self._guard.calls.begin(caller.tenant)
-            self._counted = caller.tenant
-        return caller
-
-    def mapped(self, error: Exception) -> KVServiceError:
-        """Return what the client is told; what nobody expected is explained in the log alone."""
-        if isinstance(error, KVServiceError):
-            if reason := auth_reason(error):
-                self._method.recorder.turned_away(reason)
-            level = logging.ERROR if error.code in OURS else logging.INFO
-            self._log(level, error.reason, error.message)
-            return error
-        return explained(error, self._method.name)
-
-    def fail(self, error: Exception) -> None:
-        if isinstance(error, grpc.RpcError):  # the client has gone, or its deadline has passed
-            self.end()
-            return
-        ours = self.mapped(error)
-        answer = status.to_trailer_status(ours)
-        self._context.set_code(status.to_code(ours))
-        self._context.set_details(answer.message)
-        self._context.set_trailing_metadata(((status.DETAILS_KEY, answer.SerializeToString()),))
-        self._end(ours.code.name)
-
-    def succeed(self) -> None:
-        self._end("OK" if self._context.is_active() else self._cut_off())
-
-    def end(self) -> None:
-        """The call is over, however it was; no effect if that has been said already."""
-        self._end(self._cut_off())
-
-    def _cut_off(self) -> str:
-        left = self._context.time_remaining()
-        return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
-
-    def _end(self, code: str) -> None:
-        if not self._ended:
-            self._ended = True
-            if self._counted is not None:
-                self._guard.calls.end(self._counted)
-            seconds = self._clock.monotonic() - self._started
-            self._method.recorder.handled(code, seconds)
-            self._log(logging.DEBUG, code, f"{seconds:.6f} s", duration_s=round(seconds, 6))
-
-    def _log(self, level: int, outcome: str, text: str, **more: object) -> None:
-        if LOG.isEnabledFor(level):
-            fields = {"rpc_method": self._method.name, "rpc_outcome": outcome, **more}
-            LOG.log(level, "%s %s: %s", self._method.name, outcome, text, extra=fields)
 
 
 def _framed(descriptor: Any) -> type[Any] | None:

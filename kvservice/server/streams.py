@@ -1,4 +1,4 @@
-"""Calls in progress, and what ends them: too many, too long, too quiet."""
+"""Calls in progress, and what bounds them: too many, too long, too quiet."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from kvservice.clock import Clock
+from kvservice.config import ServerLimits
 from kvservice.core.errors import Overloaded
+from kvservice.server.rooms import Room
 
 LOG = logging.getLogger(__name__)
 
 PERIOD_S: Final = 0.5
+TELL_S: Final = 10.0
+"""How often the log says that calls are refused, while they are."""
+
 NEVER: Final = float("inf")
 
 
@@ -41,18 +46,35 @@ class OpenCall:
 
 
 class OpenCalls:
-    """Bounds the number of streams, and cancels calls whose time is over.
+    """Bounds the numbers of calls, and cancels those whose time is over.
 
-    A stream holds a thread as long as it lives, so there are fewer of them than threads. The
-    watching thread runs between `start` and `stop`.
+    A stream holds a thread as long as it lives, and other calls may have to wait for one: the
+    places are as many as the threads of streams, and the threads and the queue of other calls.
+    The watching thread runs between `start` and `stop`.
     """
 
-    def __init__(self, max_streams: int, clock: Clock) -> None:
-        self._max_streams = max_streams
+    def __init__(self, limits: ServerLimits, clock: Clock) -> None:
+        num_calls = limits.unary_threads + limits.queued_calls
+        self.streams = Room(
+            limits.max_streams,
+            Overloaded(
+                f"this server has {limits.max_streams} streams open, the most it may",
+                retry_delay_s=1.0,
+                limit=limits.max_streams,
+            ),
+        )
+        self.calls = Room(
+            num_calls,
+            Overloaded(
+                f"this server has {num_calls} calls in progress, the most it may",
+                retry_delay_s=0.2,
+                limit=num_calls,
+            ),
+        )
         self._clock = clock
         self._lock = threading.Lock()
         self._open: set[OpenCall] = set()
-        self._num_streams = 0
+        self._told_at = -TELL_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kvservice-streams", daemon=True)
 
@@ -64,13 +86,9 @@ class OpenCalls:
         if self._thread.is_alive():
             self._thread.join()
 
-    @property
-    def num_streams(self) -> int:
-        return self._num_streams
-
     @contextmanager
-    def call(self, context: Cancellable, *, timeout_s: float) -> Iterator[OpenCall]:
-        """Watch a call for `timeout_s` seconds."""
+    def watched(self, context: Cancellable, *, timeout_s: float) -> Iterator[OpenCall]:
+        """Cancel a call that takes longer than `timeout_s` seconds, unless it moves its end."""
         entry = OpenCall(context, self._clock.monotonic() + timeout_s)
         with self._lock:
             self._open.add(entry)
@@ -79,28 +97,6 @@ class OpenCalls:
         finally:
             with self._lock:
                 self._open.discard(entry)
-
-    @contextmanager
-    def stream(self, context: Cancellable, *, timeout_s: float) -> Iterator[OpenCall]:
-        """As `call`, for a stream.
-
-        Raises:
-            Overloaded: There are as many streams as there may be.
-        """
-        with self._lock:
-            if self._num_streams >= self._max_streams:
-                raise Overloaded(
-                    f"this server has {self._max_streams} streams open, the most it may",
-                    retry_delay_s=1.0,
-                    limit=self._max_streams,
-                )
-            self._num_streams += 1
-        try:
-            with self.call(context, timeout_s=timeout_s) as entry:
-                yield entry
-        finally:
-            with self._lock:
-                self._num_streams -= 1
 
     def cancel_overdue(self) -> int:
         """Cancel the calls whose time, or whose credential's, is over; return how many."""
@@ -119,3 +115,14 @@ class OpenCalls:
         while not self._clock.wait(self._stop, PERIOD_S):
             if number := self.cancel_overdue():
                 LOG.info("closed %d idle or overdue calls", number)
+            self._tell_refusals()
+
+    def _tell_refusals(self) -> None:
+        """Say how many were refused: for each of them a line would be more work than to serve."""
+        now = self._clock.monotonic()
+        if now < self._told_at + TELL_S:
+            return
+        for room in (self.streams, self.calls):
+            if number := room.num_refused():
+                LOG.info("refused %d calls: %s", number, room.refusal.message)
+                self._told_at = now

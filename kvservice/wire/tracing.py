@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from importlib import metadata
 from typing import Any, Final
 
@@ -234,6 +235,7 @@ class _ServerSpans(grpc.ServerInterceptor):  # type: ignore[misc]
         return handler
 
     def _whole(self, inner: Callable[..., Any], method: str, parent: str) -> Callable[..., Any]:
+        @wraps(inner)  # and is run by its threads
         def serve(request: Any, context: Any) -> Any:
             with self._tracer.serving(method, parent) as span:
                 answer = inner(request, context)
@@ -243,6 +245,7 @@ class _ServerSpans(grpc.ServerInterceptor):  # type: ignore[misc]
         return serve
 
     def _stream(self, inner: Callable[..., Any], method: str, parent: str) -> Callable[..., Any]:
+        @wraps(inner)
         def serve(request: Any, context: Any) -> Iterator[Any]:
             with self._tracer.serving(method, parent) as span:
                 yield from inner(request, context)
