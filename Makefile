@@ -2,6 +2,7 @@
 #
 #   make demo          a real model, its keys and values on two workers
 #   make test          all tests but those of the other targets; ARGS="-k name" is handed to pytest
+#   make test-processes  commands, Ray, a browser, Prometheus: the service as its own processes
 #   make test-matrix   every model family and decoding strategy
 #   make test-oldest   the caches of decoders with the oldest transformers that is supported
 #   make chaos         kill, freeze and cut off real processes; prints a table of what it cost
@@ -44,7 +45,11 @@ demo: setup
 
 .PHONY: test
 test: setup setup-proto
-	$(BIN)/python -m pytest -m "not matrix and not chaos and not soak and not deploy" $(ARGS)
+	$(BIN)/python -m pytest -m "not processes and not matrix and not chaos and not soak and not deploy" $(ARGS)
+
+.PHONY: test-processes
+test-processes: setup
+	$(BIN)/python -m pytest -m processes $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: setup

@@ -19,6 +19,8 @@ from tests.e2e.scenarios import World, follow, forward
 from tests.e2e.scenarios import prompt as random_prompt
 from tests.processes import stored_tokens
 
+pytestmark = pytest.mark.processes
+
 PROMPT = random_prompt(1, 13, seed=1)
 NEW = 3
 

@@ -36,7 +36,7 @@ CLOCK = SystemClock()
 ROWS, HEADS, DIM, TOKENS = 2, 2, 8, 40
 
 # Twice the usual limit, for machines that are busy with something else.
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvservice.cluster.processes import wait_until
 from kvservice.config import memory_limit_bytes
 from kvservice_client import connect
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
 
 
 @contextmanager

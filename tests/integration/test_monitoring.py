@@ -38,6 +38,7 @@ DASHBOARD = json.loads((DEPLOY / "grafana" / "kvservice.json").read_text())
 VARIABLES = {"$__rate_interval": "10s", "$__range": "60s", "$worker": ".*"}
 
 pytestmark = [
+    pytest.mark.processes,
     needs("prometheus", "promtool", "prometheus-alertmanager"),
     pytest.mark.slow,
     pytest.mark.timeout(240),

@@ -31,6 +31,8 @@ from tests.processes import running_service
 from tests.securing import Folder, secured
 from tests.serving import scrape, until, worker_peer
 
+pytestmark = pytest.mark.processes
+
 LIMITS = ServerLimits(max_streams=8, unary_threads=4)
 
 

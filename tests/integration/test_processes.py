@@ -39,7 +39,7 @@ if child == 0:
 signal.pause()
 """
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("leaves_nothing")]
 
 
 def start(source: str, tag: str) -> subprocess.Popen[str]:

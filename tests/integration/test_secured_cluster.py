@@ -32,7 +32,7 @@ from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client import connect
 from tests.securing import Folder
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @dataclass

@@ -23,6 +23,8 @@ from tests.browser import Browser, running_browser
 from tests.programs import needs
 from tests.serving import until
 
+pytestmark = pytest.mark.processes
+
 LIMITS = ServerLimits(max_streams=8, unary_threads=4)
 TOKENS = """
 operators-token-0123456789 ops operator

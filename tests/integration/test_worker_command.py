@@ -18,7 +18,7 @@ from kvservice.cluster.ports import check_port_free
 from kvservice.core.errors import OutOfPages, PagesLost
 from kvservice_client import connect
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("leaves_nothing")]
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
