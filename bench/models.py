@@ -52,14 +52,14 @@ class Decoder:
             self.cache = DynamicCache(config=self._model.config)
         else:
             self.cache = RemoteCache(self._client, self._model.config, mode="attend")
-        return seconds_of(lambda: [self._feed(part) for part in ids.split(chunk, dim=1)])
+        return seconds_of(lambda: [self.feed(part) for part in ids.split(chunk, dim=1)])
 
     @torch.inference_mode()
     def step(self) -> float:
         """Feed the token that the last step gave; return the seconds it takes."""
         self._use_attention()
         assert self._next is not None
-        return seconds_of(lambda: self._feed(self._next))
+        return seconds_of(lambda: self.feed(self._next))
 
     def end(self) -> None:
         """Let the cache go."""
@@ -67,7 +67,8 @@ class Decoder:
             self.cache.reset()
         self.cache = None
 
-    def _feed(self, ids: Any) -> None:
+    def feed(self, ids: Any) -> None:
+        """Feed tokens."""
         out = self._model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
         self._next = out.logits[:, -1:].argmax(-1)
 

@@ -6,8 +6,12 @@ process; steps are taken in turn. Below 1 the service is faster.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from typing import Any
+
+import torch
 
 from bench.models import Decoder, prompt, smollm2, wide
 from bench.processes import two_workers
@@ -46,13 +50,15 @@ def prompts(report: Report, name: str, model: Any, client: Client, length: int) 
     report.ratio(name, ours, theirs, f"service / DynamicCache + sdpa, a prompt of {length}")
 
 
+@torch.inference_mode()
 def memory(report: Report, model: Any, client: Client) -> None:
     """Note how many bytes this process grows by for each token that is stored remotely."""
     remote = Decoder(model, client)
     remote.prefill(prompt(model, 1024))
+    remote.feed(prompt(model, 1024))  # buffers have their size now
     before = _rss()
     for _ in range(3):
-        remote._feed(prompt(model, 1024))
+        remote.feed(prompt(model, 1024))
     growth = (_rss() - before) / 3072
     remote.end()
     stored = 2 * 3 * 64 * 4 * 30
@@ -61,6 +67,9 @@ def memory(report: Report, model: Any, client: Client) -> None:
 
 
 def _rss() -> int:
+    """Return what this process holds, without what the allocator only keeps for later."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
