@@ -27,13 +27,14 @@ class DynamicCache(TensorCache):
 
     Args:
         client: Where the session is opened, by the first update. None: the default one.
+        replicas: Copies of every page.
 
     Raises:
         RuntimeError: No client is given, and none is set.
     """
 
-    def __init__(self, *, client: Client | None = None) -> None:
-        super().__init__(client)
+    def __init__(self, *, client: Client | None = None, replicas: int = 1) -> None:
+        super().__init__(client, replicas=replicas)
 
     @classmethod
     def attach(

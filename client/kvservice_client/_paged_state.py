@@ -40,8 +40,10 @@ class PagedState:
         max_seq_len: int,
         page_size: int,
         rollback: int,
+        replicas: int,
     ) -> None:
         self._client = client
+        self._replicas = replicas
         self._windows = windows
         self._least_window = min((one for one in windows if one is not None), default=None)
         self._max_seq_len = max_seq_len
@@ -119,6 +121,7 @@ class PagedState:
                 windows=self._windows,
                 page_size=self._page_size,
                 max_tokens=self._max_seq_len,
+                replicas=self._replicas,
             )
             self.session.retain = self._rollback
             self._begin()

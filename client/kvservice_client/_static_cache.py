@@ -35,6 +35,7 @@ class StaticCache(TensorCache):
     Args:
         max_cache_len: Positions of a layer. Made an int.
         client: Where the session is opened, by the first update. None: the default one.
+        replicas: Copies of every page.
 
     Raises:
         RuntimeError: No client is given, and none is set.
@@ -43,9 +44,11 @@ class StaticCache(TensorCache):
         max_cache_len: As given.
     """
 
-    def __init__(self, max_cache_len: int, *, client: Client | None = None) -> None:
+    def __init__(
+        self, max_cache_len: int, *, client: Client | None = None, replicas: int = 1
+    ) -> None:
         self.max_cache_len = int(max_cache_len)
-        super().__init__(client, self.max_cache_len)
+        super().__init__(client, self.max_cache_len, replicas=replicas)
         self._cumulative_length: list[int] = []
 
     @classmethod

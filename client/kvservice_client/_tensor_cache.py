@@ -68,11 +68,14 @@ class TensorCache(Cache):
         key_cache, value_cache: By layer, [rows, kv_heads, positions, dim].
     """
 
-    def __init__(self, client: Client | None, capacity: int | None = None) -> None:
+    def __init__(
+        self, client: Client | None, capacity: int | None = None, *, replicas: int = 1
+    ) -> None:
         self.key_cache: list[torch.Tensor] = []
         self.value_cache: list[torch.Tensor] = []
         self._seen_tokens = 0
-        self._pages = TensorPages(current_client() if client is None else client, capacity)
+        client = current_client() if client is None else client
+        self._pages = TensorPages(client, capacity, replicas)
 
     # -- the session
 

@@ -58,13 +58,15 @@ class TensorPages:
         session: None before the first tokens, and while there are no rows.
     """
 
-    def __init__(self, client: Client, capacity: int | None = None) -> None:
+    def __init__(self, client: Client, capacity: int | None = None, replicas: int = 1) -> None:
         """Open nothing yet.
 
         Args:
             capacity: Tokens that every row is bound to, and has room reserved for. None: neither.
+            replicas: Copies of every page.
         """
         self.client = client
+        self._replicas = replicas
         self.session: Session | None = None
         self._capacity = capacity
         self._told: dict[int, _Told] = {}
@@ -187,7 +189,7 @@ class TensorPages:
 
     def fork(self) -> TensorPages:
         """Return pages of their own that share these, copy-on-write. Tell them the tensors next."""
-        child = TensorPages(self.client, self._capacity)
+        child = TensorPages(self.client, self._capacity, self._replicas)
         child.session = None if self.session is None else self.session.fork()
         child._shapes = dict(self._shapes)
         return child
@@ -203,9 +205,12 @@ class TensorPages:
 
     def _open(self, num_rows: int) -> Session:
         if self._capacity is None:
-            return self.client.open(num_rows=num_rows)
+            return self.client.open(num_rows=num_rows, replicas=self._replicas)
         return self.client.open(
-            num_rows=num_rows, max_tokens=self._capacity, reserve_tokens=self._capacity
+            num_rows=num_rows,
+            max_tokens=self._capacity,
+            reserve_tokens=self._capacity,
+            replicas=self._replicas,
         )
 
     def _failed(self, error: BaseException, start: int, *, rows_too: bool = False) -> None:

@@ -89,12 +89,16 @@ class Form:
     client: Client
     shape: tuple[int, int, int, int]  # rows, heads, positions, dim
     dtype: DType
+    replicas: int = 1
 
     def open(self) -> Pages:
         """Open a session for one layer."""
         rows, heads, max_len, dim = self.shape
         layer = LayerGeometry(heads, dim, dim, self.dtype)
-        return Pages(self.client.open(num_rows=rows, layers=[layer], max_tokens=max_len))
+        session = self.client.open(
+            num_rows=rows, layers=[layer], max_tokens=max_len, replicas=self.replicas
+        )
+        return Pages(session)
 
 
 class Content:

@@ -88,6 +88,7 @@ def init_kv_layer_cache(
     dtype: Any,
     *,
     client: Client | None = None,
+    replicas: int = 1,
 ) -> KVLayerCache:
     """Return an empty cache of one layer. Nothing is sent before its first tokens.
 
@@ -96,6 +97,7 @@ def init_kv_layer_cache(
         dtype: Of keys and values; what is stored later is cast to it. Of torch or JAX: until
             then the arrays are theirs too, else numpy's.
         client: Where sessions are opened. None: the default one.
+        replicas: Copies of every page.
 
     Raises:
         InvalidRequest: Not such a dtype, or a negative size.
@@ -112,7 +114,8 @@ def init_kv_layer_cache(
         raise InvalidRequest(f"sizes must be at least 0, got {sizes}")
     element, kind = read_dtype(dtype)
     client = current_client() if client is None else client
-    return _version(Content(Form(client, (rows, heads, positions, dim), element), kind), 0)
+    form = Form(client, (rows, heads, positions, dim), element, replicas)
+    return _version(Content(form, kind), 0)
 
 
 def update_kv_layer_cache(
@@ -169,10 +172,12 @@ def init_decoder_kv_caches(
     max_len: int,
     dtype: Any,
     client: Client | None = None,
+    replicas: int = 1,
 ) -> tuple[KVLayerCache, ...]:
     """Return an empty cache for each layer; see `init_kv_layer_cache`."""
+    options: dict[str, Any] = {"client": client, "replicas": replicas}
     return tuple(
-        init_kv_layer_cache(batch_size, num_kv_heads, head_dim, max_len, dtype, client=client)
+        init_kv_layer_cache(batch_size, num_kv_heads, head_dim, max_len, dtype, **options)
         for _ in range(num_layers)
     )
 
@@ -184,6 +189,7 @@ def init_decoder_kv_caches_from_config(
     max_len: int | None = None,
     dtype: Any = "float32",
     client: Client | None = None,
+    replicas: int = 1,
 ) -> tuple[KVLayerCache, ...]:
     """Return an empty cache for each layer that a decoder's config names.
 
@@ -202,6 +208,7 @@ def init_decoder_kv_caches_from_config(
         max_len=max_len,
         dtype=dtype,
         client=client,
+        replicas=replicas,
     )
 
 

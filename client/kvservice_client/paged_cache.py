@@ -16,7 +16,7 @@ from kvservice.core.errors import (
     Unimplemented,
 )
 from kvservice.core.geometry import DEFAULT_PAGE_SIZE, MAX_LAYERS, MAX_PAGE_SIZE
-from kvservice.core.session import MAX_TOKENS
+from kvservice.core.session import MAX_REPLICAS, MAX_TOKENS
 from kvservice_client._arrays import to_ints
 from kvservice_client._ask import Lengths, check_agree, read_positions, read_queries, read_tokens
 from kvservice_client._client import Client, current_client
@@ -116,6 +116,7 @@ class PagedCache:
         rollback: int = 0,
         kind: str = "paged",
         quantize_kv: bool = False,
+        replicas: int = 1,
         client: Client | None = None,
     ) -> None:
         """Set up an empty cache. Nothing is sent.
@@ -130,6 +131,7 @@ class PagedCache:
                 evictions have begun.
             kind: "paged", the only one there is.
             quantize_kv: Must be False.
+            replicas: Copies of every page: with 2, a worker that dies loses nothing.
             client: None: the one set by `use`.
 
         Raises:
@@ -145,6 +147,7 @@ class PagedCache:
         _check_range("max_seq_len", max_seq_len, 1, MAX_TOKENS)
         _check_range("page_size", page_size, 1, MAX_PAGE_SIZE)
         _check_range("rollback", rollback, 0, MAX_TOKENS)
+        _check_range("replicas", replicas, 1, MAX_REPLICAS)
         self.num_layers = num_layers
         self.max_seq_len = max_seq_len
         self.page_size = page_size
@@ -156,6 +159,7 @@ class PagedCache:
             max_seq_len=max_seq_len,
             page_size=page_size,
             rollback=rollback,
+            replicas=replicas,
         )
 
     # -- attention

@@ -186,6 +186,11 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a folder with another model (default: SmolLM2-135M-Instruct)",
     )
+    parser.add_argument(
+        "--kill-worker",
+        action="store_true",
+        help="keep two copies of every page, and kill a worker (SIGKILL) in mid-sentence",
+    )
 
 
 def add_logging(parser: argparse.ArgumentParser, level: str) -> None:

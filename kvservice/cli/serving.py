@@ -258,6 +258,7 @@ def demo(arguments: argparse.Namespace) -> int:
         num_workers=arguments.workers,
         address=arguments.address,
         model=arguments.model,
+        kill_worker=arguments.kill_worker,
     )
     return run_demo(options)
 

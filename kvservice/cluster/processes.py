@@ -74,6 +74,27 @@ def members(tag: str, leader: ProcessKey | None) -> list[ProcessKey]:
     return found
 
 
+def find_listener(tag: str, leader: ProcessKey | None, port: int) -> ProcessKey | None:
+    """Return the process of a run that listens at a TCP port; None: none does.
+
+    Args:
+        tag, leader: As for `members`.
+    """
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    for key in members(tag, leader):
+        with contextlib.suppress(OSError):  # it has just ended
+            for descriptor in (_PROC / str(key.pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(descriptor) in sockets:
+                        return key
+    return None
+
+
+def kill(key: ProcessKey) -> None:
+    """Send SIGKILL to exactly this process, or to none."""
+    _send(key, signal.SIGKILL)
+
+
 def end(tag: str, leader: ProcessKey | None, *, clock: Clock, grace_s: float) -> list[ProcessKey]:
     """End all processes of a run: ask the leader, ask what that leaves, then kill.
 
@@ -159,6 +180,18 @@ def _stat(pid: int) -> _Stat | None:
     # The name, in parentheses, may itself hold blanks and parentheses.
     fields = text.rpartition(")")[2].split()
     return _Stat(state=fields[0], session=int(fields[3]), start_ticks=int(fields[19]))
+
+
+def _listening(port: int) -> set[str]:
+    """Return the inodes of the sockets that listen at a TCP port."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(fields[9])
+    return found
 
 
 def _boot_id() -> str:

@@ -19,8 +19,8 @@ from kvservice.cli.exits import FAILED, OK
 from kvservice.cli.showing import stats_table
 from kvservice.clock import Clock, SystemClock
 from kvservice.cluster.launch import LOCAL, Launcher
-from kvservice.cluster.processes import members
-from kvservice.cluster.state import ServiceOptions, StateStore
+from kvservice.cluster.processes import find_listener, kill, members
+from kvservice.cluster.state import RunState, ServiceOptions, StateStore
 from kvservice.core.errors import InvalidRequest
 from kvservice.demo import model as demo_model
 from kvservice.demo.screen import Screen, make_screen
@@ -42,6 +42,7 @@ class DemoOptions:
 
     address: Of a running service; None: one is started for the demo, with `num_workers`.
     model: A folder; None: the packaged model.
+    kill_worker: Keep two copies of every page, and kill a worker when half of the tokens are there.
     """
 
     prompts: tuple[str, ...] = ()
@@ -49,12 +50,17 @@ class DemoOptions:
     num_workers: int = 2
     address: str | None = None
     model: str | None = None
+    kill_worker: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InvalidRequest(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.model is not None and not Path(self.model).is_dir():
             raise InvalidRequest(f"--model must name a folder with a model, got {self.model}")
+        if self.kill_worker and self.address is not None:
+            raise InvalidRequest("--kill-worker is for a service of the demo's own: not --address")
+        if self.kill_worker and self.num_workers < 2:
+            raise InvalidRequest(f"--kill-worker needs 2 workers, got {self.num_workers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,41 @@ class Answers:
         return self.num_tokens / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """Where to ask, and the run that the demo has started; None: it has not."""
+
+    address: str
+    run: RunState | None
+
+
+class _Victim:
+    """The worker that has computed attention so far, to be killed."""
+
+    def __init__(self, service: _Service, client: Client) -> None:
+        self._service = service
+        self._client = client
+        self.name = "no worker"
+        self.num_tokens = 0
+
+    def kill(self, num_tokens: int) -> None:
+        run = self._service.run
+        assert run is not None, "the service is not the demo's own"
+        busiest = max(self._client.page_stats(), key=lambda one: one.attention_seconds.num_values)
+        port = int(busiest.address.rpartition(":")[2])
+        found = find_listener(run.tag, run.head, port)
+        assert found is not None, f"nobody listens at {busiest.address}"
+        kill(found)
+        self.name, self.num_tokens = busiest.worker_id, num_tokens
+
+
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return 0 if both caches lead to the same tokens, else 1."""
     clock = SystemClock()
     screen = make_screen(clock)
     tokenizer, model = _load(options, screen)
-    with _service(options, screen, clock) as address, connect(address) as client:
-        is_identical = _compare(options, screen, clock, client, tokenizer, model)
+    with _service(options, screen, clock) as service, connect(service.address) as client:
+        is_identical = _compare(options, screen, clock, service, client, tokenizer, model)
     return OK if is_identical else FAILED
 
 
@@ -92,10 +126,10 @@ def _load(options: DemoOptions, screen: Screen) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _service(options: DemoOptions, screen: Screen, clock: Clock) -> Iterator[str]:
-    """Yield the address of a service; end it afterwards if it is the demo's own."""
+def _service(options: DemoOptions, screen: Screen, clock: Clock) -> Iterator[_Service]:
+    """Yield a service; end it afterwards if it is the demo's own."""
     if options.address is not None:
-        yield options.address
+        yield _Service(options.address, None)
         return
     store = StateStore(config.run_directory(), _NAME)
     with screen.stage(f"Starting Ray with {options.num_workers} workers") as detail:
@@ -107,7 +141,7 @@ def _service(options: DemoOptions, screen: Screen, clock: Clock) -> Iterator[str
             may_exist=False,
         )
     try:
-        yield state.manager_address
+        yield _Service(state.manager_address, state)
     finally:
         with screen.stage("Ending the service"):
             num_ended = launcher.down().ended_processes
@@ -120,6 +154,7 @@ def _compare(
     options: DemoOptions,
     screen: Screen,
     clock: Clock,
+    service: _Service,
     client: Client,
     tokenizer: Any,
     model: Any,
@@ -133,8 +168,15 @@ def _compare(
     _warm_up(model, inputs)
 
     use_remote_attention(model)
-    cache = RemoteCache(client, model.config, mode="attend", spread=num_workers)
-    remote = ask(f"With keys and values on {num_workers} workers", cache)
+    if options.kill_worker:
+        cache = RemoteCache(client, model.config, mode="attend", replicas=2)
+        victim = _Victim(service, client)
+        title = "With two copies of keys and values, of which one dies"
+        remote = ask(title, cache, victim.kill)
+        screen.say(f"{victim.name} was killed by SIGKILL after {victim.num_tokens} tokens")
+    else:
+        cache = RemoteCache(client, model.config, mode="attend", spread=num_workers)
+        remote = ask(f"With keys and values on {num_workers} workers", cache)
     screen.say(stats_table(client.page_stats()))
     cache.reset()  # releases the session
     used = sum(pool.used_pages for worker in client.page_stats() for pool in worker.pools)
@@ -165,9 +207,14 @@ class _Asker:
     inputs: Any
     max_new_tokens: int
 
-    def __call__(self, title: str, cache: Any) -> Answers:
+    def __call__(
+        self, title: str, cache: Any, midway: Callable[[int], None] | None = None
+    ) -> Answers:
+        """Generate. `midway` is told how many tokens there are when half of them are."""
         with self.screen.stream(title, self.prompts) as update, torch.inference_mode():
             streamer = _Streamer(self.tokenizer, len(self.prompts), update)
+            if midway is not None:
+                streamer.midway = (max(1, self.max_new_tokens // 2), midway)
             start = self.clock.monotonic()
             sequences = self.model.generate(
                 **self.inputs,
@@ -192,6 +239,7 @@ class _Streamer:
         self._update = update
         self._tokens: list[list[int]] = [[] for _ in range(num_rows)]
         self._has_prompt = False
+        self.midway: tuple[int, Callable[[int], None]] | None = None
 
     def put(self, tokens: torch.Tensor) -> None:
         if not self._has_prompt:
@@ -202,6 +250,9 @@ class _Streamer:
         texts = self._tokenizer.batch_decode(self._tokens, skip_special_tokens=True)
         # A character whose bytes are not all there yet decodes to this sign.
         self._update([text.rstrip("\N{REPLACEMENT CHARACTER}") for text in texts])
+        count = len(self._tokens[0])
+        if self.midway is not None and count == self.midway[0]:
+            self.midway[1](count)
 
     def end(self) -> None:
         """Nothing is held back, so that there is nothing to do."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import CapacityError, Unavailable
@@ -17,12 +19,16 @@ from kvservice_client import (
     Client,
     ClientConfig,
     DType,
+    DynamicCache,
     InvalidRequest,
     LayerGeometry,
     OutOfPages,
+    PagedCache,
     PagesLost,
     StaleEpoch,
+    StaticCache,
     WorkerLost,
+    functional,
 )
 from kvservice_client._extents import Extent
 from kvservice_client._retry import RetryPolicy
@@ -365,3 +371,51 @@ def test_a_fork_and_a_new_holder_have_both(start: Start) -> None:
         one.step(2)
         one.check_stored()
         check_equal(backend, one)
+
+
+def test_caches_that_keep_tensors(start_here: Start) -> None:
+    """The other caches take the option too: what they store outlives a worker."""
+    backend = start_here(num_workers=2)
+    client = backend.connect(config=QUICK)
+    k, v = torch.randn(2, 1, 2, 6, 8)
+    for cache in (
+        DynamicCache(client=client, replicas=2),
+        StaticCache(12, client=client, replicas=2),
+    ):
+        cache.update(k, v, 0)
+        assert all(worker.stats().num_sessions for worker in backend.workers)
+        backend.kill(0)
+        backend.bury(0)
+        cache.update(k, v, 0)
+        attach = (cache.session_id, 12) if isinstance(cache, StaticCache) else (cache.session_id,)
+        heir = type(cache).attach(*attach, client=client)
+        stored = heir.key_cache[0][:, :, :12]
+        torch.testing.assert_close(stored, torch.cat([k, k], 2))
+        heir.reset()
+        backend.restart(0)
+
+
+def test_caches_that_attend_or_are_values(start_here: Start) -> None:
+    """PagedCache and the functional form, likewise."""
+    backend = start_here(num_workers=2)
+    client = backend.connect(config=QUICK)
+    paged = PagedCache(1, max_seq_len=32, replicas=2, client=client)
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+    before = paged.attention(0, q, k, v, 0, 1.0)
+    version = functional.init_kv_layer_cache(1, 2, 8, 32, torch.float32, client=client, replicas=2)
+    version = functional.update_kv_layer_cache(version, k, v, 0)
+    assert backend.num_sessions() == 4
+    backend.kill(1)
+    after = paged.attention(0, q, k, v, 4, 1.0)
+    twice = [torch.cat([one, one], 2) for one in (k, v)]
+    seen = torch.ones(4, 8, dtype=torch.bool).tril(4)
+    wanted = scaled_dot_product_attention(q, *twice, attn_mask=seen, scale=1.0)
+    torch.testing.assert_close(after, wanted)
+    assert before.shape == after.shape
+    torch.testing.assert_close(version.keys[:, :, :4], k)
+    with pytest.raises(InvalidRequest):
+        PagedCache(1, max_seq_len=32, replicas=3, client=client)
+    del version
+    paged.release()
+    client.close()
+    backend.restart(1)

@@ -113,6 +113,8 @@ class TestUsage:
             (["status", "--name", ".."], "letters"),
             (["demo", "--model", "/nowhere"], "/nowhere"),
             (["demo", "--max-new-tokens", "0"], "at least 1"),
+            (["demo", "--kill-worker", "--address", "kv:1"], "--address"),
+            (["demo", "--kill-worker", "--workers", "1"], "2 workers"),
             (["worker", "--memory", "10"], "64KiB"),
             (["drain"], "WORKER"),
             (["drain", "w0", "--timeout", "-1", "--address", "127.0.0.1:1"], "negative"),
