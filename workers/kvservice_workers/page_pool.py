@@ -103,17 +103,19 @@ class PagePool:
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add one reference to each page, all of which are used."""
+        counts = self._refcounts
         for page in pages:
-            assert self._refcounts[page] > 0, f"page {page} is not used"
-            self._refcounts[page] += 1
+            count = counts[page]
+            assert count > 0, f"page {page} is not used"
+            counts[page] = count + 1
 
     def release(self, pages: Sequence[int]) -> int:
         """Drop one reference to each page; return how many became unused."""
-        freed = []
+        freed, counts = [], self._refcounts
         for page in reversed(pages):
-            count = self._refcounts[page]
+            count = counts[page]
             assert count > 0, f"page {page} is not used"
-            self._refcounts[page] = count - 1
+            counts[page] = count - 1
             if count == 1:
                 freed.append(page)
         if freed and self._on_unused is not None:

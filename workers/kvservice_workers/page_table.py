@@ -115,7 +115,7 @@ class PageTable:
 
     def cut(self, num_pages: int) -> int:
         """Drop all but the first `num_pages` entries; return how many pages became unused."""
-        pages = [page for page in self._entries[num_pages:] if page != HOLE]
+        pages = self._held(num_pages, None)
         del self._entries[num_pages:]
         self._num_held -= len(pages)
         self._strip()
@@ -126,7 +126,7 @@ class PageTable:
         child = PageTable(self._pool)
         child._entries = self._entries[:num_pages]
         child._strip()
-        held = [page for page in child._entries if page != HOLE]
+        held = self._held(0, num_pages)
         child._num_held = len(held)
         self._pool.retain(held)
         return child
@@ -136,6 +136,13 @@ class PageTable:
         assert len(set(held)) == len(held), "a page is listed twice"
         assert self._num_held == len(held), "num_held is off"
         assert not self._entries or self._entries[-1] != HOLE, "a hole at the end"
+
+    def _held(self, start: int, stop: int | None) -> list[int]:
+        """Return the pages among some entries; mostly there are no holes to look for."""
+        entries = self._entries[start:stop]
+        if self._num_held == len(self._entries):
+            return entries
+        return [page for page in entries if page != HOLE]
 
     def _strip(self) -> None:
         while self._entries and self._entries[-1] == HOLE:

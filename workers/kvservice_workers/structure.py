@@ -87,10 +87,15 @@ class Structure:
         targets = session.targets
         for group in session.groups.values():
             old = group.tables
-            group.tables = [old[row].share() for row in rows]
+            # A row that goes on keeps its table: only what it is besides takes references.
+            firsts = {row: new for new, row in reversed(list(enumerate(rows)))}
+            group.tables = [
+                old[row] if firsts[row] == new else old[row].share() for new, row in enumerate(rows)
+            ]
             group.evicted = [group.evicted[row] for row in rows]
             group.changed()
-            self._count_freed(session, sum(table.cut(0) for table in old), "select")
+            gone = [table for row, table in enumerate(old) if row not in firsts]
+            self._count_freed(session, sum(table.cut(0) for table in gone), "select")
         session.padding = [session.padding[row].copy() for row in rows]
         if session.starts is not None:
             session.starts = [session.starts[row] for row in rows]
