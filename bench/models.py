@@ -38,9 +38,10 @@ def wide() -> Any:
 class Decoder:
     """A model with a cache; attention is `sdpa` for a local one, `kvservice` for a remote one."""
 
-    def __init__(self, model: Any, client: Client | None) -> None:
+    def __init__(self, model: Any, client: Client | None, *, replicas: int = 1) -> None:
         self._model = model
         self._client = client
+        self._replicas = replicas
         self.cache: Any = None
         self._next: torch.Tensor | None = None
 
@@ -51,7 +52,9 @@ class Decoder:
         if self._client is None:
             self.cache = DynamicCache(config=self._model.config)
         else:
-            self.cache = RemoteCache(self._client, self._model.config, mode="attend")
+            self.cache = RemoteCache(
+                self._client, self._model.config, mode="attend", replicas=self._replicas
+            )
         return seconds_of(lambda: [self.feed(part) for part in ids.split(chunk, dim=1)])
 
     @torch.inference_mode()

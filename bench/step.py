@@ -21,19 +21,39 @@ from kvservice_client import Client, connect
 
 def decode(report: Report, name: str, model: Any, client: Client, context: int, pairs: int) -> None:
     """Compare decoding steps after a prompt."""
+    note = f"service / DynamicCache + sdpa, a step at {context} tokens"
+    steps(report, name, model, (Decoder(model, client), Decoder(model, None)), context, pairs, note)
+
+
+def replicas(report: Report, model: Any, client: Client, context: int, pairs: int) -> None:
+    """Compare decoding steps with two copies of every page to those with one."""
+    decoders = Decoder(model, client, replicas=2), Decoder(model, client)
+    note = f"two copies / one, a step at {context} tokens, all on this machine"
+    steps(report, "replicas_vs_single", model, decoders, context, pairs, note)
+
+
+def steps(
+    report: Report,
+    name: str,
+    model: Any,
+    decoders: tuple[Decoder, Decoder],
+    context: int,
+    pairs: int,
+    note: str,
+) -> None:
+    """Take steps in turn, and note the ratio of the first decoder's to the second's."""
     ids = prompt(model, context)
-    local, remote = Decoder(model, None), Decoder(model, client)
-    local.prefill(ids)
-    remote.prefill(ids)
+    for decoder in decoders:
+        decoder.prefill(ids)
+    first, second = decoders
     ours, theirs = [], []
     for i in range(pairs + 2):
-        pair = (remote.step(), local.step()) if i % 2 else (local.step(), remote.step())[::-1]
+        pair = (first.step(), second.step()) if i % 2 else (second.step(), first.step())[::-1]
         if i >= 2:  # warm
             ours.append(pair[0])
             theirs.append(pair[1])
-    remote.end()
-    local.end()
-    note = f"service / DynamicCache + sdpa, a step at {context} tokens"
+    for decoder in decoders:
+        decoder.end()
     report.ratio(name, ours, theirs, note)
 
 
@@ -81,6 +101,7 @@ def main() -> None:
         decode(report, "smollm2_128", model, client, 128, 24)
         with connect(address, lane=False) as over_grpc:
             decode(report, "smollm2_128_grpc", model, over_grpc, 128, 24)
+        replicas(report, model, client, 128, 24)
         prompts(report, "prompt_1024", model, client, 1024)
         decode(report, "smollm2_4096", model, client, 4096, 16)
         memory(report, model, client)

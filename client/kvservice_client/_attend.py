@@ -26,7 +26,7 @@ from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, Failure, Links, Out
 from kvservice_client._merge import Partial, merge
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._room import find_room
-from kvservice_client._steady import Asked, Options, SteadyAsk, settle
+from kvservice_client._steady import Asked, Options, SteadyAsk, Told, settle
 from kvservice_client._steady_call import SteadyAnswer, SteadyCall
 from kvservice_client._steps import (
     Part,
@@ -52,6 +52,7 @@ class Attender:
         self._changes = changes
         self._call_ids = itertools.count(1)
         self._last_asked: Asked = ()
+        self._last_told: Told = ()
         self._steady: dict[Options, SteadyAsk] = {}  # of one step, by what its layers ask
 
     def attend(self, ask: Ask, padding: Any, retain: int | None) -> Any:
@@ -84,11 +85,12 @@ class Attender:
     def settle(self, ask: Ask, tensors: tuple[Any, Any, Any], options: Options) -> None:
         """Let later layers of the step that ask as the last call did go the short way."""
         asked, self._last_asked = self._last_asked, ()
+        told, self._last_told = self._last_told, ()
         for other in self._steady.values():
             if other.step is not self._mirror.step:
                 self._steady = {}
             break
-        steady = settle(self._mirror, ask, tensors, asked) if asked else None
+        steady = settle(self._mirror, ask, tensors, asked, told) if asked else None
         if steady is not None:
             self._steady[options] = steady
         else:
@@ -167,6 +169,7 @@ class Attender:
                 self._last_asked = [
                     (part, call) for part, (_, call) in zip(parts, calls, strict=True)
                 ]
+                self._last_told = copies
                 self._commit(step, ask, positions, parts)
                 return self._output(step, ask, positions, parts, outcomes[: len(calls)])
             spread = sum(any(part.counts) for part in parts) > 1

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ Options = tuple[Any, ...]
 """What a call says besides layer, tensors, place, scale and padding: compared as a whole."""
 
 Asked = Sequence[tuple[Part, worker_pb2.AttendCall]]
+Told = Sequence[tuple[Extent, worker_pb2.AttendCall]]
+
+_NO_QUERIES: Final = np.empty(0, np.float32)
 
 
 @dataclass(slots=True)
@@ -41,7 +44,8 @@ class SteadyAsk:
         step: The session's step; another object begins with every step and structural change.
         epoch: The session's.
         extents: All of the session's.
-        calls: To each extent that is asked, the tail last.
+        calls: To each extent that is asked, the tail last; then to the twin of the tail, which
+            stores the same, and is asked nothing.
         looks: Type, shape and dtype of q, k and v.
         host: Brings one of them to host memory, contiguous.
         padded: Which queries are padding, where several workers answer; None: none is.
@@ -92,14 +96,16 @@ class SteadyAsk:
             call.call_id = first_id + number
             call.layer = layer
             call.scale = self.default_scale if scale is None else scale
-            call.tensors = host if call.stores else host[:1]
+            queries = host[:1] if call.asks else [_NO_QUERIES]
+            call.tensors = [*queries, *host[1:]] if call.stores else queries
         return self.calls
 
     def output(self, answers: Sequence[SteadyAnswer]) -> Any:
         """Return the answers as an array like q, [rows, heads, 1, v_dim]."""
         out = answers[0].out
         if len(self.extents) > 1:
-            partials = [Partial(one.out, _present(one.lse)) for one in answers]
+            asked = [one for one, (_, call) in zip(answers, self.calls, strict=True) if call.asks]
+            partials = [Partial(one.out, _present(one.lse)) for one in asked]
             merged = merge(partials, out.shape[0])
             if self.padded is not None:
                 merged[self.padded] = 0.0  # a worker knows only of padding that it holds itself
@@ -108,9 +114,13 @@ class SteadyAsk:
 
 
 def settle(
-    mirror: Mirror, ask: Ask, tensors: tuple[Any, Any, Any], asked: Asked
+    mirror: Mirror, ask: Ask, tensors: tuple[Any, Any, Any], asked: Asked, told: Told
 ) -> SteadyAsk | None:
-    """Return what serves later layers like the one that was just served; None: nothing does."""
+    """Return what serves later layers like the one that was just served; None: nothing does.
+
+    Args:
+        asked, told: What extents and their twins were sent.
+    """
     step, tokens, queries = mirror.step, ask.tokens, ask.queries
     plain = (
         step is not None
@@ -122,14 +132,13 @@ def settle(
         and queries.kind.device is None
         and queries.kind.library in (Library.TORCH, Library.NUMPY)
         and queries.dtype is not DType.FLOAT64
-        and all(one.twin is None for one in mirror.extents)
         and all(_is_plain(mirror, step, part, call) for part, call in asked)
     )
     if not plain or step is None or tokens is None or not tokens.v.size:
         return None
-    calls = [
-        (part.extent, SteadyCall(call, tokens.v.shape[2], queries.dtype)) for part, call in asked
-    ]
+    sent = [(part.extent, call) for part, call in asked]
+    sent += [(extent, call) for extent, call in told if call.HasField("k")]
+    calls = [(one, SteadyCall(call, tokens.v.shape[2], queries.dtype)) for one, call in sent]
     if not all(call.fits_a_frame for _, call in calls):
         return None
     several = len(mirror.extents) > 1

@@ -52,13 +52,24 @@ class SteadyCall:
 
     Fields:
         call_id, layer, scale, capability, trace_parent: As in `AttendCall`.
+        stores, asks: Whether it brings keys and values, and whether it brings queries.
         tensors: q, k and v, contiguous; q alone where nothing is stored.
         num_bytes: Of the tensors, and what is said of them.
     """
 
     __slots__ = (
         *("_answer_bytes", "_answers", "_before", "_behind", "_heads"),
-        *("call_id", "capability", "layer", "num_bytes", "scale", "session_id", "step", "stores"),
+        *(
+            "asks",
+            "call_id",
+            "capability",
+            "layer",
+            "num_bytes",
+            "scale",
+            "session_id",
+            "step",
+            "stores",
+        ),
         *("tensors", "trace_parent"),
     )
 
@@ -72,7 +83,7 @@ class SteadyCall:
         self.call_id, self.layer, self.scale = call.call_id, call.layer, call.scale
         self.session_id, self.step = call.session_id, call.step
         self.capability, self.trace_parent = call.capability, ""
-        self.stores = call.HasField("k")
+        self.stores, self.asks = call.HasField("k"), call.q.shape[0] > 0
         self.tensors: Sequence[Any] = ()
         fields = {name: getattr(call, name) for name in _SESSION_FIELDS}
         self._before = worker_pb2.AttendCall(**fields).SerializeToString()
@@ -148,6 +159,9 @@ class SteadyCall:
 
     def answer_of(self, result: worker_pb2.AttendResult) -> SteadyAnswer | None:
         """Return the same of a message; None: it is not of the expected form."""
+        if not self.asks:
+            nothing = np.empty(0, np.float32)
+            return SteadyAnswer(nothing, nothing)
         return self.read(worker_pb2.AttendResponse(result=result).SerializeToString())
 
 

@@ -170,6 +170,37 @@ def test_windows_and_masks(start: Start) -> None:
     assert len({worker.stats().pools[0].used_pages for worker in backend.workers}) == 1
 
 
+def test_later_layers_take_the_short_way(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both copies: the long way is for each worker's first layer of a step, and of a failure."""
+    long_way: list[str] = []
+
+    def attend(self: PageWorker, *args: Any) -> Any:
+        long_way.append(self.config.worker_id)
+        return original(self, *args)
+
+    original = PageWorker.attend
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, num_layers=5)
+    driver.step(3)
+    driver.step()
+    monkeypatch.setattr(PageWorker, "attend", attend)
+    has_lanes = not backend.front.startswith("embedded")
+    for _ in range(3):
+        del long_way[:]
+        driver.step()
+        assert not has_lanes or sorted(long_way) == ["worker-0", "worker-1"]
+    check_equal(backend, driver)
+    dead = copies(driver)[0][0].worker_id
+    driver.step(layers=[0, 1])
+    backend.kill(backend.index_of(dead))
+    driver.step(layers=[2, 3, 4])
+    del long_way[:]
+    driver.step()
+    assert not has_lanes or len(long_way) == 1
+    driver.check_stored()
+    backend.restart(backend.index_of(dead))
+
+
 def test_too_few_workers(start: Start) -> None:
     """Two copies need two workers for each part; otherwise nothing is opened."""
     backend = start(num_workers=3)

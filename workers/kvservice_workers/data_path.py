@@ -75,9 +75,11 @@ class DataPath:
                 q = self._store(session, group, arena, call, plan)
             else:
                 q = as_torch(call.q).to(arena.device)
-            if not any(plan.query_counts):
-                return _no_output(call, plan)
             batch = self._batch(session, group, plan, token_major=not arena.on_cpu)
+        if not any(plan.query_counts):
+            if said is not None:
+                self._settle(session, group, arena, call, said, plan, batch)
+            return _no_output(call, plan)
         started = self._clock.monotonic()
         partial = dispatch.attend(
             q, arena.k, arena.v, batch, _params(call, session.num_rows, arena.device)
