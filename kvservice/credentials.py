@@ -13,15 +13,15 @@ import os
 import stat
 import threading
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from kvservice.clock import Clock
 from kvservice.config import ConfigError
 from kvservice.core.caller import Caller, Role, check_tenant
-from kvservice.core.capability import MIN_KEY_BYTES, Keyring
+from kvservice.core.capability import MIN_KEY_BYTES, Keyring, token_id_of
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.quota import UNLIMITED, Quota
 
@@ -155,6 +155,11 @@ class TokenFile:
         digest = hashlib.sha256(token.encode()).digest()
         return self._file.get().get(digest)
 
+    def ended(self, token_ids: Iterable[bytes]) -> list[bytes]:
+        """Return those of these tokens that are not here any more, or another caller's now."""
+        held = {caller.token_id for caller in self._file.get().values()}
+        return [token_id for token_id in token_ids if token_id not in held]
+
     @property
     def generation(self) -> int:
         """Rises when tokens have changed."""
@@ -185,7 +190,7 @@ def _read_tokens(path: Path, raw: bytes) -> dict[bytes, Caller]:
         digest = _digest_in_line(token, where)
         if any(hmac.compare_digest(digest, other) for other in found):
             raise ConfigError(f"{where}: the same token again; give each caller its own")
-        found[digest] = caller
+        found[digest] = replace(caller, token_id=token_id_of(digest, caller))
     if not found:
         raise ConfigError(f"{path} holds no token; make one by: kvservice token")
     return found

@@ -26,12 +26,14 @@ class Caller:
     """An authenticated peer. Sessions belong to its tenant.
 
     Fields:
+        token_id: Names the bearer token that let it in, and is of no use in its place. Empty: none.
         credential: What it has shown, for what outlives the call: whoever has put it there looks
             at it again.
     """
 
     tenant: str
     role: Role
+    token_id: bytes = field(default=b"", compare=False, repr=False)
     credential: object | None = field(default=None, compare=False, repr=False)
 
 

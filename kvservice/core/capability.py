@@ -24,9 +24,12 @@ MIN_KEY_BYTES: Final = 32
 CLOCK_SKEW_S: Final = 5.0
 """How far the clocks of manager and workers may be apart."""
 
-_VERSION: Final = 1
-# version, kind, role or rights, reserved, key id, issued, ends [ms], session, audience
-_HEAD: Final = struct.Struct("<BBBx4sQQ16s16s")
+TOKEN_ID_BYTES: Final = 8
+
+_VERSION: Final = 2
+# version, kind, role or rights, reserved, key id, issued, ends [ms], session, audience, token
+_HEAD: Final = struct.Struct(f"<BBBx4sQQ16s16s{TOKEN_ID_BYTES}s")
+_NO_TOKEN: Final = bytes(TOKEN_ID_BYTES)
 _MAC_BYTES: Final = 32
 _ROLES: Final = (Role.TENANT, Role.OPERATOR, Role.METRICS, Role.SERVICE)
 _NO_SESSION: Final = bytes(16)
@@ -44,7 +47,7 @@ class Claims:
     """What a capability says, once its HMAC has been verified. Times in seconds since the epoch.
 
     Fields:
-        caller: Whose it is. Of a SESSION: the tenant, in the role of one.
+        caller: Whose it is, and by which token. Of a SESSION: the tenant, in the role of one.
         session_id: Of a SESSION; else empty.
         rights: Of a SESSION; else WRITE.
         audience: Digest of whom it is for: a worker's incarnation, "manager" or "worker".
@@ -97,6 +100,7 @@ class Keyring:
             round(claims.ends_at * 1000),
             uuid.UUID(claims.session_id).bytes if is_session else _NO_SESSION,
             claims.audience,
+            claims.caller.token_id or _NO_TOKEN,
         )
         body = head + claims.caller.tenant.encode()
         return body + self._mac(self._first, body)
@@ -110,7 +114,9 @@ class Keyring:
         if not _HEAD.size + _MAC_BYTES < len(capability) <= _HEAD.size + _MAC_BYTES + 512:
             raise _forged()
         body, mac = capability[:-_MAC_BYTES], capability[-_MAC_BYTES:]
-        version, kind, detail, key_id, issued, ends, session, audience = _HEAD.unpack_from(body)
+        version, kind, detail, key_id, issued, ends, session, audience, token_id = (
+            _HEAD.unpack_from(body)
+        )
         if key_id not in self._keys or not hmac.compare_digest(self._mac(key_id, body), mac):
             raise _forged()
         if version != _VERSION:
@@ -119,7 +125,11 @@ class Keyring:
         is_session = Kind(kind) is Kind.SESSION
         return Claims(
             kind=Kind(kind),
-            caller=Caller(tenant, Role.TENANT if is_session else _ROLES[detail]),
+            caller=Caller(
+                tenant,
+                Role.TENANT if is_session else _ROLES[detail],
+                token_id=b"" if token_id == _NO_TOKEN else token_id,
+            ),
             session_id=str(uuid.UUID(bytes=session)) if is_session else "",
             rights=Rights(detail) if is_session else Rights.WRITE,
             audience=audience,
@@ -139,3 +149,9 @@ def digest_of(audience: str) -> bytes:
 def _forged() -> Unauthenticated:
     # The same words for all of it: nobody learns how near a guess was.
     return Unauthenticated("the capability was not issued by this service")
+
+
+def token_id_of(digest: bytes, caller: Caller) -> bytes:
+    """Return how a capability names the token behind it: 8 bytes, of its hash and whose it is."""
+    named = f"kvservice token {caller.tenant} {caller.role.value} ".encode()
+    return hashlib.sha256(named + digest).digest()[:TOKEN_ID_BYTES]

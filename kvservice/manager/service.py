@@ -68,6 +68,7 @@ class PageManager:
         dead_after_s: float = DEAD_AFTER_S,
         executor: Executor | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
+        ended_tokens: Callable[[Iterable[bytes]], list[bytes]] = lambda _: [],
     ) -> None:
         """
         Args:
@@ -80,7 +81,10 @@ class PageManager:
             suspect_after_s: A worker silent for so long gets no new sessions.
             dead_after_s: One silent for so long is dead, until it is heard again.
             executor: Runs calls on several workers at once. None: threads of the manager's own.
+            ended_tokens: Returns those of some bearer tokens, named as in capabilities, that hold
+                no more.
         """
+        self._ended_tokens = ended_tokens
         self.incarnation = incarnation
         self.workers_expected = workers_expected
         self._clock = clock
@@ -458,6 +462,7 @@ class PageManager:
         response = manager_pb2.HeartbeatResponse(
             manager_incarnation=self.incarnation,
             left_behind=[convert.left_behind_to_pb(*one) for one in left_behind],
+            ended_token_ids=self._ended_tokens(request.token_ids),
         )
         if request.leaving:
             self._routes.leave(record.worker_id, record.incarnation)

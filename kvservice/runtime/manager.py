@@ -49,6 +49,7 @@ class ManagerServer(ProcessServer):
             incarnation=self.incarnation,
             workers_expected=settings.workers_expected,
             failpoints=failpoints(self._clock),
+            ended_tokens=secrets.ended_tokens,
         )
         running.callback(self.manager.close)
         metrics.watch(self.manager.membership, self._clock)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvservice.clock import Clock
@@ -13,7 +13,8 @@ from kvservice.core.capability import Keyring
 from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.credentials import CertificateFiles, KeyFile, QuotaFile, TokenFile
 from kvservice.server.dialing import Dialer, ServerCredentials, server_credentials
-from kvservice.server.guard import Guard, OpenGuard, Speaker
+from kvservice.server.guard import Guard, OpenGuard
+from kvservice.server.speaking import Speaker
 
 
 class Secrets:
@@ -59,6 +60,12 @@ class Secrets:
     def token_finder(self) -> Callable[[str], Caller | None] | None:
         """Return what tells whose a token is; None: there are no tokens."""
         return None if self._tokens is None else self._tokens.find
+
+    def ended_tokens(self, token_ids: Iterable[bytes]) -> list[bytes]:
+        """Return those of these tokens, named as in capabilities, that hold no more."""
+        if not self._security.authenticates:
+            return []
+        return list(token_ids) if self._tokens is None else self._tokens.ended(token_ids)
 
     def named_tenants(self) -> tuple[str, ...]:
         """Return the tenants that an operator has named: those with quotas of their own."""

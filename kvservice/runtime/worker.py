@@ -104,7 +104,10 @@ class WorkerServer(ProcessServer):
         running.callback(lambda: server.stop(self._grace_s))
         if settings.manager_address is not None:
             source = HeartbeatSource(
-                self.worker, self.metrics_address or "", failpoints=self._failpoints
+                self.worker,
+                self.metrics_address or "",
+                tokens=guard.tokens_behind,
+                failpoints=self._failpoints,
             )
             heartbeat = HeartbeatLoop(
                 source,

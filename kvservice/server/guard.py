@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -20,17 +18,15 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from kvservice.clock import Clock
 from kvservice.core.access import RULES, Rights, Rule
-from kvservice.core.caller import ANONYMOUS, Caller, Role
+from kvservice.core.caller import ANONYMOUS, Caller
 from kvservice.core.capability import CLOCK_SKEW_S, Claims, Keyring, Kind, digest_of
 from kvservice.core.errors import PermissionDenied, StaleWorker, Unauthenticated
 from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.server.peers import TENANT_KEY, Metadata, caller_of, stated_tenant
+from kvservice.server.revoking import TokensBehind
+from kvservice.server.rooms import CallCounts
+from kvservice.server.speaking import AUTHORIZATION, SIGNED
 
-AUTHORIZATION: Final = "authorization"
-SIGNED: Final = "kvs."
-"""What a bearer token begins with that the service's own key has signed."""
-
-SPOKEN_LIFE_S: Final = 60.0
 MIN_LIFE_S: Final = 300.0
 """A session's capability lives as long as its lease, and at least so long."""
 
@@ -66,6 +62,7 @@ class Credential:
         generation: Of the token file, when it was looked at.
         spoken: The manager speaks for the caller.
         bound_to_capability: `ends_at` is a capability's: a newer one of the same tenant moves it.
+        nothing_else: A session's capability is all that was shown: each call needs its session's.
         admitted: What the last Attend has shown beside.
     """
 
@@ -75,6 +72,7 @@ class Credential:
     generation: int = 0
     spoken: bool = False
     bound_to_capability: bool = False
+    nothing_else: bool = False
     admitted: _Admitted | None = field(default=None, repr=False)
 
 
@@ -128,6 +126,7 @@ class Guard:
         self._name_of = name_of
         self._remembered: tuple[Keyring | None, dict[bytes, Claims]] = (None, {})
         self.calls = CallCounts(quota_of)
+        self.tokens_behind = TokensBehind(clock)
 
     def rules(self, descriptor: ServiceDescriptor) -> Mapping[str, Rule]:
         """Return the rule of each RPC of a service. One without is a mistake of ours."""
@@ -205,9 +204,10 @@ class Guard:
                 if request.capabilities:
                     return self._admit_many(credential, rule.capability, request)
             elif request.capability:
-                caller = self.admit_by(
-                    credential, rule.capability, request.capability, request.session_id
-                )
+                shown, session_id = request.capability, request.session_id
+                if not rule.lasting and rule.capability is Rights.WRITE:
+                    return self._admit_attend(credential, shown, session_id)
+                caller = self.admit_by(credential, rule.capability, shown, session_id)
                 return self._lasting(caller, credential, request) if rule.lasting else caller
         self.check(credential)
         assert credential.caller is not None
@@ -220,6 +220,7 @@ class Guard:
         both = replace(shown, caller=shown.caller or caller)
         both.ends_at = min(shown.ends_at, self._claims(request.capability).ends_at)
         both.bound_to_capability = shown.ends_at == float("inf")
+        both.nothing_else = shown.caller is None
         return replace(caller, credential=both)
 
     def check(self, credential: Credential) -> None:
@@ -240,7 +241,16 @@ class Guard:
                 if found is None or credential.caller is None or found != credential.caller:
                     return True
                 credential.generation = generation
-        return self._clock.time() >= credential.ends_at
+        now, last = self._clock.time(), credential.admitted
+        if last is not None and (
+            self.tokens_behind.have_ended(last.caller.token_id)
+            or (credential.caller is None and now >= last.ends_at)
+        ):
+            return True
+        shown = credential.caller
+        if shown is not None and self.tokens_behind.have_ended(shown.token_id):
+            return True
+        return now >= credential.ends_at
 
     def admit_by(
         self, credential: Credential, rights: Rights, capability: bytes, session_id: str
@@ -260,6 +270,10 @@ class Guard:
                 incarnation=self._name,
             )
         claims.check_time(self._clock.time())
+        if self.tokens_behind.have_ended(claims.caller.token_id):
+            raise Unauthenticated(
+                "the token that this capability was issued for holds no more", cause="expired"
+            )
         shown = credential.caller
         if shown is not None and shown.tenant != claims.caller.tenant:
             raise Unauthenticated("the capability is another tenant's")
@@ -273,6 +287,8 @@ class Guard:
         """As `admit`, of an Attend on a lane. A newer capability lets the lane live on."""
         capability = call.capability
         if not capability:
+            if credential.nothing_else:
+                raise Unauthenticated("each call here needs its session's capability")
             self.check(credential)
             assert credential.caller is not None
             return credential.caller
@@ -300,6 +316,7 @@ class Guard:
             and self._keys is not None
             and last.keys is self._keys()
             and last.begins_at <= self._clock.time() < last.ends_at
+            and not self.tokens_behind.have_ended(last.caller.token_id)
         ):
             return last.caller
         keys = self._keys() if self._keys is not None else None
@@ -364,6 +381,8 @@ class Guard:
         if isinstance(credential, Credential) and credential.spoken:
             rights = Rights.WRITE
         now = self._clock.time()
+        ends_at = now + max(MIN_LIFE_S, ttl_s)
+        self.tokens_behind.issued(caller.token_id, ends_at)
         return self._keys().sign(
             Claims(
                 kind=Kind.SESSION,
@@ -372,7 +391,7 @@ class Guard:
                 rights=rights,
                 audience=self._audience,
                 issued_at=now,
-                ends_at=now + max(MIN_LIFE_S, ttl_s),
+                ends_at=ends_at,
             )
         )
 
@@ -407,80 +426,3 @@ class OpenGuard(Guard):
     def has_ended(self, credential: Credential) -> bool:
         del credential
         return False
-
-
-class Speaker:
-    """What the manager or a worker says of itself, and on whose behalf it calls. Thread-safe.
-
-    Args:
-        audience: Whom it speaks to: "manager" or "worker".
-    """
-
-    def __init__(self, keys: Callable[[], Keyring], audience: str, clock: Clock) -> None:
-        self._keys = keys
-        self._audience = digest_of(audience)
-        self._clock = clock
-        self._made: dict[Caller, tuple[float, Keyring, str]] = {}
-
-    def metadata(self, caller: Caller) -> tuple[tuple[str, str], ...]:
-        """Return what goes along with a call on a caller's behalf."""
-        now, keys = self._clock.time(), self._keys()
-        until, of_keys, value = self._made.get(caller, (0.0, None, ""))
-        if now >= until or of_keys is not keys:
-            claims = Claims(
-                kind=Kind.CALLER,
-                caller=caller,
-                session_id="",
-                rights=Rights.WRITE,
-                audience=self._audience,
-                issued_at=now,
-                ends_at=now + SPOKEN_LIFE_S,
-            )
-            signed = base64.urlsafe_b64encode(keys.sign(claims)).decode()
-            value = f"Bearer {SIGNED}{signed}"
-            if len(self._made) >= _REMEMBERED:
-                self._made = {}
-            self._made[caller] = (now + SPOKEN_LIFE_S / 2, keys, value)
-        return ((AUTHORIZATION, value),)
-
-
-SERVICE: Final = Caller("kvservice", Role.SERVICE)
-"""The manager and the workers themselves."""
-
-
-class CallCounts:
-    """Calls in progress, by tenant, and how many there may be. Thread-safe."""
-
-    def __init__(self, quota_of: QuotaOf) -> None:
-        self._quota_of = quota_of
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-
-    def begin(self, tenant: str) -> None:
-        """Count a call.
-
-        Raises:
-            QuotaExceeded: The tenant has as many in progress as it may. Nothing was counted.
-        """
-        quota = self._quota_of(tenant)
-        with self._lock:
-            count = self._counts.get(tenant, 0) + 1
-            quota.check("calls", count)
-            self._counts[tenant] = count
-
-    def end(self, tenant: str) -> None:
-        with self._lock:
-            left = self._counts[tenant] - 1
-            if left:
-                self._counts[tenant] = left
-            else:
-                del self._counts[tenant]
-
-    @contextmanager
-    def one(self, tenant: str) -> Iterator[None]:
-        """Count a call for as long as the block lasts."""
-        self.begin(tenant)
-        try:
-            yield
-        finally:
-            self.end(tenant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from kvservice.core.directory import WorkerView
@@ -27,6 +27,14 @@ class Reporting(Protocol):
     def release(self, tenant: str, session_ids: Mapping[str, int]) -> int: ...
 
 
+class Tokens(Protocol):
+    """What heartbeats need of a guard: the tokens behind what it has issued."""
+
+    def in_use(self) -> list[bytes]: ...
+
+    def settle(self, asked: Sequence[bytes], ended: Iterable[bytes]) -> None: ...
+
+
 class HeartbeatSource:
     """Makes the messages of one stream after the other. Not thread-safe."""
 
@@ -35,9 +43,16 @@ class HeartbeatSource:
         worker: Reporting,
         metrics_address: str = "",
         *,
+        tokens: Tokens | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
+        """
+        Args:
+            tokens: None: nobody is asked who they are.
+        """
         self._worker = worker
+        self._tokens = tokens
+        self._asked: list[bytes] = []
         self._failpoints = failpoints
         self._metrics_address = metrics_address
         self._cursor = 0
@@ -49,6 +64,9 @@ class HeartbeatSource:
         An answer may be late: what has gone on here meanwhile stays.
         """
         self._known_manager = answer.manager_incarnation
+        if self._tokens is not None:
+            self._tokens.settle(self._asked, answer.ended_token_ids)
+            self._asked = []
         for report in answer.left_behind:
             if report.session.epoch > 0:
                 epochs = {report.session.session_id: report.session.epoch}
@@ -70,8 +88,10 @@ class HeartbeatSource:
         worker = convert.view_to_pb(self._worker.view(self._metrics_address))
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
         ends = [_ended(one) for one in ended]
+        self._asked = [] if self._tokens is None else self._tokens.in_use()
         yield manager_pb2.HeartbeatRequest(
             worker=worker,
+            token_ids=self._asked,
             sessions=reports[:MAX_SESSIONS],
             ended_sessions=ends,
             known_manager=self._known_manager,

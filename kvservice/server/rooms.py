@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
 
 from kvservice.core.errors import Overloaded
+from kvservice.core.quota import QuotaOf
 from kvservice.server.threads import AtOnce, served_by
 from kvservice.wire import status
 
@@ -94,3 +96,41 @@ def refusing(error: Overloaded) -> Any:
         return iter(())
 
     return grpc.stream_stream_rpc_method_handler(served_by(_AT_ONCE, refuse))
+
+
+class CallCounts:
+    """Calls in progress, by tenant, and how many there may be. Thread-safe."""
+
+    def __init__(self, quota_of: QuotaOf) -> None:
+        self._quota_of = quota_of
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+
+    def begin(self, tenant: str) -> None:
+        """Count a call.
+
+        Raises:
+            QuotaExceeded: The tenant has as many in progress as it may. Nothing was counted.
+        """
+        quota = self._quota_of(tenant)
+        with self._lock:
+            count = self._counts.get(tenant, 0) + 1
+            quota.check("calls", count)
+            self._counts[tenant] = count
+
+    def end(self, tenant: str) -> None:
+        with self._lock:
+            left = self._counts[tenant] - 1
+            if left:
+                self._counts[tenant] = left
+            else:
+                del self._counts[tenant]
+
+    @contextmanager
+    def one(self, tenant: str) -> Iterator[None]:
+        """Count a call for as long as the block lasts."""
+        self.begin(tenant)
+        try:
+            yield
+        finally:
+            self.end(tenant)

@@ -95,25 +95,29 @@ class SessionReport(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ..., expired: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "sessions", "ended_sessions", "known_manager", "leaving")
+    __slots__ = ("worker", "sessions", "ended_sessions", "known_manager", "leaving", "token_ids")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ENDED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_MANAGER_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     sessions: _containers.RepeatedCompositeFieldContainer[SessionReport]
     ended_sessions: _containers.RepeatedCompositeFieldContainer[SessionReport]
     known_manager: str
     leaving: bool
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., known_manager: _Optional[str] = ..., leaving: bool = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., known_manager: _Optional[str] = ..., leaving: bool = ..., token_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("manager_incarnation", "drain", "left_behind")
+    __slots__ = ("manager_incarnation", "drain", "left_behind", "ended_token_ids")
     MANAGER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    ENDED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     manager_incarnation: str
     drain: _duration_pb2.Duration
     left_behind: _containers.RepeatedCompositeFieldContainer[SessionReport]
-    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., left_behind: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ...) -> None: ...
+    ended_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., left_behind: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_token_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...

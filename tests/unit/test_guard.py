@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from kvservice.clock import ManualClock
 from kvservice.core.access import RULES, Rights
 from kvservice.core.caller import Caller, Role
-from kvservice.core.capability import Keyring
+from kvservice.core.capability import Keyring, token_id_of
 from kvservice.core.errors import KVServiceError, PermissionDenied, Unauthenticated
 from kvservice.server.guard import Credential, Guard
 from kvservice.wire.names import WORKER
@@ -104,3 +104,47 @@ def test_bytes_that_differ_are_verified(door: Door) -> None:
         door.admit(S, capability[:-1] + bytes([capability[-1] ^ 1]))
     with pytest.raises(Unauthenticated, match="not known"):
         door.admit(S, b"")
+
+
+def test_a_stream_ends_with_what_it_has_shown(door: Door) -> None:
+    """Nothing but capabilities was shown on it: it ends with the newest of them."""
+    door.clock.advance(599.0)
+    assert not door.guard.has_ended(door.credential)
+    door.admit(S, door.issue(ttl_s=900.0))
+    door.clock.advance(2.0)
+    assert not door.guard.has_ended(door.credential)
+    door.clock.advance(900.0)
+    assert door.guard.has_ended(door.credential)
+
+
+def test_it_ends_with_the_token_that_it_was_issued_for(door: Door) -> None:
+    """As soon as the manager has said so, remembered or not, until the manager says otherwise."""
+    tokens = door.guard.tokens_behind
+    alice, again = (replace(ALICE, token_id=one * 8) for one in (b"a", b"b"))
+    first, second = door.issue(alice), door.issue(again, T)
+    assert tokens.in_use() == [b"a" * 8, b"b" * 8]
+    door.admit(S, first)
+    tokens.settle(tokens.in_use(), [b"a" * 8])
+    assert door.guard.has_ended(door.credential)
+    with pytest.raises(Unauthenticated):
+        door.admit(S, first)
+    with pytest.raises(Unauthenticated):
+        door.admit(S, door.issue(alice))  # renewed: for the same token
+    door.admit(T, second)  # another token of the same tenant's
+    tokens.settle([b"b" * 8], [])  # says nothing of the first one
+    with pytest.raises(Unauthenticated):
+        door.admit(S, first)
+    tokens.settle(tokens.in_use(), [])
+    door.admit(S, first)
+    door.clock.advance(700.0)
+    assert tokens.in_use() == []
+
+
+def test_a_capability_says_which_token_is_behind_it() -> None:
+    """It survives being signed, for a session and for a call that the manager makes."""
+    keys = Keyring([b"a" * 32])
+    door = Door()
+    named = replace(ALICE, token_id=b"12345678")
+    assert keys.verify(door.issue(named)).caller.token_id == named.token_id
+    assert keys.verify(door.issue(ALICE)).caller.token_id == b""
+    assert token_id_of(b"x" * 32, ALICE) != token_id_of(b"x" * 32, BOB)
