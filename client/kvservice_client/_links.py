@@ -129,6 +129,8 @@ class Links:
         for extent, call in calls:
             call.capability = capabilities.get(extent.address, b"") if capabilities else b""
         outcomes = self._attend_all(calls)
+        if len(outcomes) == 1 and isinstance(outcomes[0], SteadyAnswer):
+            return outcomes
         return [
             _as_steady(call, outcome) for (_, call), outcome in zip(calls, outcomes, strict=True)
         ]

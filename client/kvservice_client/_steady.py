@@ -171,6 +171,8 @@ def _is_plain(mirror: Mirror, step: Step, part: Part, call: worker_pb2.AttendCal
 def _host_of(library: Library, dtype: DType) -> Callable[[Any], npt.NDArray[Any]]:
     """Return what brings arrays of one kind, in host memory already, to contiguous bytes."""
     if library is not Library.TORCH:
+        if dtype is not DType.BFLOAT16:
+            return np.ascontiguousarray
         return lambda array: np.ascontiguousarray(to_host(array, "q, k and v").data)
     bits = sys.modules["torch"].int16 if dtype is DType.BFLOAT16 else None
 

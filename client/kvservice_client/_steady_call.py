@@ -22,7 +22,6 @@ from kvservice.wire.fragments import FRAGMENT_BYTES, varint
 from kvservice.wire.tensors import dtype_to_pb
 from kvservice_client._arrays import NUMPY_TYPES
 
-Buffer = bytes | memoryview
 Array = npt.NDArray[Any]
 
 # Tags of fields: number << 3 | wire type.
@@ -58,19 +57,9 @@ class SteadyCall:
     """
 
     __slots__ = (
-        *("_answer_bytes", "_answers", "_before", "_behind", "_heads"),
-        *(
-            "asks",
-            "call_id",
-            "capability",
-            "layer",
-            "num_bytes",
-            "scale",
-            "session_id",
-            "step",
-            "stores",
-        ),
-        *("tensors", "trace_parent"),
+        *("_answer_bytes", "_answers", "_before", "_begins", "_behind", "_heads", "_last_size"),
+        *("asks", "call_id", "capability", "layer", "num_bytes", "scale", "session_id", "step"),
+        *("stores", "tensors", "trace_parent"),
     )
 
     def __init__(self, call: worker_pb2.AttendCall, v_dim: int, dtype: DType) -> None:
@@ -85,6 +74,8 @@ class SteadyCall:
         self.capability, self.trace_parent = call.capability, ""
         self.stores, self.asks = call.HasField("k"), call.q.shape[0] > 0
         self.tensors: Sequence[Any] = ()
+        self._last_size = (0, b"")
+        self._begins: dict[int, bytes] = {}  # of answers, by the size of the call's id
         fields = {name: getattr(call, name) for name in _SESSION_FIELDS}
         self._before = worker_pb2.AttendCall(**fields).SerializeToString()
         rest = worker_pb2.AttendCall()
@@ -114,7 +105,7 @@ class SteadyCall:
         """Whether calls and answers are so small that neither travels in fragments."""
         return max(self.num_bytes, self._answer_bytes) + (4 << 10) < FRAGMENT_BYTES
 
-    def pieces(self) -> tuple[list[Buffer], int]:
+    def pieces(self) -> tuple[list[Any], int]:
         """Return the call's `AttendRequest` as it travels, in pieces, and its size in bytes."""
         ids = _CALL_ID + varint(self.call_id) + self._before + _LAYER + varint(self.layer)
         behind = self._behind + _SCALE + _DOUBLE.pack(self.scale)
@@ -124,12 +115,12 @@ class SteadyCall:
             trace = self.trace_parent.encode()
             behind += _TRACE_PARENT + varint(len(trace)) + trace
         size = len(ids) + self.num_bytes + len(behind)
-        begin = _CALL + varint(size)
-        first, *others = self._heads
-        pieces: list[Any] = [begin + ids + first, self.tensors[0]]
-        for head, tensor in zip(others, self.tensors[1:], strict=True):
-            pieces.append(head)
-            pieces.append(tensor)
+        if size != self._last_size[0]:
+            self._last_size = (size, _CALL + varint(size))
+        begin, tensors, heads = self._last_size[1], self.tensors, self._heads
+        pieces = [begin + ids + heads[0], tensors[0]]
+        if self.stores:
+            pieces += (heads[1], tensors[1], heads[2], tensors[2])
         pieces.append(behind)
         return pieces, len(begin) + size
 
@@ -143,8 +134,12 @@ class SteadyCall:
 
     def read(self, frame: bytes | memoryview) -> SteadyAnswer | None:
         """Return the answer that a frame holds; None: it is something else, such as an error."""
-        ids = _CALL_ID + varint(self.call_id)
-        begin = _RESULT + varint(len(ids) + self._answer_bytes) + ids
+        call_id = varint(self.call_id)
+        begins = self._begins.get(len(call_id))
+        if begins is None:
+            size = len(_CALL_ID) + len(call_id) + self._answer_bytes
+            begins = self._begins[len(call_id)] = _RESULT + varint(size) + _CALL_ID
+        begin = begins + call_id
         at = len(begin)
         if len(frame) != at + self._answer_bytes or frame[:at] != begin:
             return None
@@ -154,7 +149,7 @@ class SteadyCall:
             if frame[at:start] != head:
                 return None
             at = start + size
-            arrays.append(_copy(frame, start, dtype, shape))
+            arrays.append(np.frombuffer(bytearray(frame[start:at]), dtype).reshape(shape))
         return SteadyAnswer(arrays[0], arrays[1] if len(arrays) > 1 else None)
 
     def answer_of(self, result: worker_pb2.AttendResult) -> SteadyAnswer | None:
@@ -170,12 +165,3 @@ def _head(tag: bytes, dtype: int, shape: Sequence[int], num_bytes: int) -> bytes
     meta = types_pb2.Tensor(dtype=dtype, shape=shape).SerializeToString()  # type: ignore[arg-type]
     data = _DATA + varint(num_bytes)
     return tag + varint(len(meta) + len(data) + num_bytes) + meta + data
-
-
-def _copy(
-    frame: bytes | memoryview, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Array:
-    out = np.empty(shape, dtype)
-    size = out.nbytes
-    out.reshape(-1).view(np.uint8)[:] = np.frombuffer(frame, np.uint8, size, start)
-    return out

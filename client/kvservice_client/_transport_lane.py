@@ -68,9 +68,11 @@ class LaneTransport:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle, self._idle = list(self._idle), deque()
-        for pipe in idle:
-            pipe.close()
+        while self._idle:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                break  # given back and closed by another thread
         self._grpc.close()
 
     def take(self, call: AnyCall, timeout_s: float) -> LanePipe | None:
@@ -96,10 +98,12 @@ class LaneTransport:
 
     def give(self, pipe: LanePipe) -> None:
         """Keep a lane for the next who needs one."""
-        with self._lock:
-            if not self._closed and len(self._idle) < MAX_IDLE:
-                self._idle.append(pipe)
+        if len(self._idle) < MAX_IDLE:
+            self._idle.append(pipe)
+            if not self._closed:
                 return
+            with contextlib.suppress(ValueError):  # whoever closes may have been faster
+                self._idle.remove(pipe)
         pipe.close()
 
     def check_alive(self, request: worker_pb2.OpenLaneRequest, timeout_s: float) -> None:

@@ -48,12 +48,19 @@ def frames(message: Message, limit: int = FRAGMENT_BYTES) -> Iterator[bytes]:
 
 def varint(value: int) -> bytes:
     """Return a number that is at least 0 as protobuf writes it."""
+    if value < 0x80:
+        return _SINGLE[value]
+    if value < 0x4000:
+        return bytes((value & 0x7F | 0x80, value >> 7))
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
+
+
+_SINGLE: Final = tuple(bytes((value,)) for value in range(0x80))
 
 
 class Joiner:
