@@ -21,6 +21,7 @@ from kvservice.wire.names import MANAGER, WORKER, snake_case
 from kvservice_client import Client
 from kvservice_client._connections import Connections
 from kvservice_client._transport import InProcessTransport, Transport
+from kvservice_workers.data_plane.peer import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
 
@@ -58,9 +59,13 @@ class EmbeddedService:
             )
             for index in range(num_workers)
         ]
-        self.services = {worker.config.address: WorkerService(worker) for worker in self.workers}
+        self._pullers = [Puller(worker, self._handle, clock=self.clock) for worker in self.workers]
+        self.services = {
+            worker.config.address: WorkerService(worker, puller=puller)
+            for worker, puller in zip(self.workers, self._pullers, strict=True)
+        }
         self.manager = PageManager(
-            lambda address: _Handle(self.services[address]),
+            self._handle,
             clock=self.clock,
             incarnation=uuid.uuid4().hex,
             workers_expected=num_workers,
@@ -92,15 +97,21 @@ class EmbeddedService:
         """End the thread and free all pages."""
         self._stop.set()
         self._thread.join()
+        for puller in self._pullers:
+            puller.close()
         self.manager.close()
         for worker in self.workers:
             worker.close()
+
+    def _handle(self, address: str) -> _Handle:
+        return _Handle(self.services[address])
 
     def _run(self) -> None:
         while not self.clock.wait(self._stop, PERIOD_S):
             for worker in self.workers:
                 worker.expire()
             self._beat(first=False)
+            self.manager.look_after_moves()
 
     def _beat(self, *, first: bool) -> None:
         for source in self._sources:
@@ -110,7 +121,7 @@ class EmbeddedService:
 
 
 class _Handle:
-    """The manager's way to a worker of the same process."""
+    """The way of the manager, or of another worker, to a worker of the same process."""
 
     def __init__(self, service: WorkerService) -> None:
         self._service = service

@@ -19,6 +19,7 @@ from kvservice.server.app import GrpcServer
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.lane import LaneServer
 from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
+from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client import Client, ClientConfig
 from kvservice_client._connections import Connections
@@ -27,6 +28,7 @@ from kvservice_client._transport_grpc import GrpcTransport
 from kvservice_client._transport_lane import LaneTransport
 from kvservice_client._watchdog import Watchdog
 from kvservice_client.testing import eventually
+from kvservice_workers.data_plane.peer import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
 
@@ -75,6 +77,15 @@ class Backend:
             for index, worker in enumerate(self.workers)
             if worker.config.worker_id == worker_id
         )
+
+    def move(self, session_id: str, to: int, *, source: int | None = None) -> types_pb2.Session:
+        """Move (a worker's part of) a session to a worker, by their indices."""
+        request = manager_pb2.MoveSessionRequest(
+            session_id=session_id, worker_id=self.workers[to].config.worker_id
+        )
+        if source is not None:
+            request.from_worker_id = self.workers[source].config.worker_id
+        return self.manager.move_session(request, ANONYMOUS).session
 
     def bury(self, index: int) -> None:
         """Tell the manager that a worker is known to be dead."""
@@ -142,7 +153,9 @@ def embedded_backend(
         worker = service.workers[index]
         config = replace(worker.config, incarnation=uuid.uuid4().hex)
         service.workers[index] = PageWorker(config, clock=service.clock)
-        switches[index].service = WorkerService(service.workers[index])
+        puller = Puller(service.workers[index], service._handle, clock=service.clock)
+        service._pullers[index] = puller
+        switches[index].service = WorkerService(service.workers[index], puller=puller)
         service._sources[index] = HeartbeatSource(service.workers[index])
         for message in service._sources[index].messages():
             service.manager.heartbeat(message, ANONYMOUS, first=True)
@@ -187,7 +200,10 @@ class GrpcWorker:
             clock=SystemClock(),
             recorder=NullRpcRecorder(),
         )
-        service = WorkerService(self.worker, self._lane.admit if lane else None)
+        self._puller = Puller(self.worker, GrpcWorkerHandle, clock=SystemClock())
+        service = WorkerService(
+            self.worker, self._lane.admit if lane else None, puller=self._puller
+        )
         if lane:
             self._lane.start(service)
         self._server.start(service, WORKER)
@@ -197,6 +213,7 @@ class GrpcWorker:
 
     def stop(self) -> None:
         self._heartbeats.stop()
+        self._puller.close()
         self._lane.stop()
         self._server.stop(0.0)
 

@@ -379,7 +379,7 @@ def on_every_method(payload: bytes, *, but: tuple[str, ...] = ()) -> Bad:
 
 
 # What an empty request is good for.
-EMPTY_IS_GOOD = ("PageStats", "ListSessions", "OpenLane", "ListWorkers", "MoveSession")
+EMPTY_IS_GOOD = ("PageStats", "ListSessions", "OpenLane", "ListWorkers")
 
 
 def concurrent(bench: Bench) -> None:

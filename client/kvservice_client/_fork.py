@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from typing import Final
 
+from kvservice.core.errors import KVServiceError
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
+
+GIVE_BACK_S: Final = 1.0
 
 
 def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int | None) -> Mirror:
@@ -31,6 +36,7 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
     copies = [copy for extent in extents for copy in extent.copies]
     try:
         for extent in copies:
+            address = extent.address
             request = types_pb2.ForkRequest(
                 session_id=parent.id,
                 incarnation=extent.incarnation,
@@ -40,6 +46,8 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
                 clip=len(parent.extents) > 1,
             )
             opened.append(links.unary(extent, "Fork", request).session)
+            if extent.address != address:
+                _give_back(links, child_id, address)
     except FAILED:
         addresses = tuple(extent.address for extent in copies if not extent.lost)
         leases.release_soon(Lease(child_id, parent.spec.ttl_s, addresses, math.inf))
@@ -74,3 +82,11 @@ def _child_of(extent: Extent, answer: types_pb2.Session) -> Extent:
         capability=told.capability,
         group=told.group,
     )
+
+
+def _give_back(links: Links, child_id: str, address: str) -> None:
+    """Release a child where its parent was before it moved: it may have been forked there too,
+    without an answer. What cannot be reached will expire."""
+    request = types_pb2.ReleaseRequest(session_ids=[child_id])
+    with suppress(KVServiceError):
+        links.connections.ask(address, "Release", request, timeout_s=GIVE_BACK_S)

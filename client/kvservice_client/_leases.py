@@ -21,7 +21,7 @@ from typing import Final
 
 from kvservice.core.errors import KVServiceError
 from kvservice.v1 import types_pb2
-from kvservice_client._connections import Connections
+from kvservice_client._connections import FRONT, Connections
 
 EXIT_TIMEOUT_S: Final = 2.0
 """How long the interpreter's end may wait for releases. Leases see to what is left."""
@@ -205,13 +205,27 @@ class Leases:
                 unsettled_ids=[lease.session_id for lease in batch if lease.unsettled],
             )
             try:
-                self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
+                answer = self._connections.ask(
+                    address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2
+                )
+                moved = set(answer.moved_session_ids)
+                self._release_elsewhere([one for one in batch if one.session_id in moved])
             except KVServiceError as error:
                 _log.info("%d sessions are left to their leases: %s", len(ids), error)
+
+    def _release_elsewhere(self, leases: Sequence[Lease]) -> None:
+        """Release sessions that are not where they were; the manager knows where."""
+        if leases:
+            request = types_pb2.ReleaseRequest(
+                session_ids=[lease.session_id for lease in leases],
+                epochs=[lease.epoch for lease in leases],
+            )
+            self._connections.ask(FRONT, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
 
     def _renew(self, leases: Sequence[Lease]) -> None:
         timeout_s = max(0.1, min(lease.ttl_s for lease in leases) / 12)
         failed: set[str] = set()
+        strayed: dict[Lease, None] = {}
         for address, batch in _batches(leases):
             ids = [lease.session_id for lease in batch]
             request = types_pb2.RenewLeaseRequest(
@@ -222,9 +236,13 @@ class Leases:
                 now = self._clock.monotonic()
                 for lease, capability in zip(batch, answer.capabilities, strict=False):
                     lease.entitled({address: capability}, now)
+                missing = set(answer.missing_session_ids)
+                strayed.update((one, None) for one in batch if one.session_id in missing)
             except KVServiceError as error:
                 failed.add(address)
+                strayed.update((one, None) for one in batch)
                 _log.info("%d leases at %s could not be renewed: %s", len(ids), address, error)
+        self._renew_elsewhere([one for one in strayed if one.addresses], timeout_s)
         now = self._clock.monotonic()
         for lease in leases:
             if failed.isdisjoint(lease.addresses or ("",)):
@@ -233,6 +251,19 @@ class Leases:
                 lease.due_at = now + lease.ttl_s / 12
             if lease.capabilities_due_at <= now:
                 lease.capabilities_due_at = now + lease.ttl_s / 12
+
+    def _renew_elsewhere(self, leases: Sequence[Lease], timeout_s: float) -> None:
+        """Renew leases of sessions that may have moved while nobody used them, or whose workers
+        nobody reaches from here. The manager knows where they are."""
+        if not leases or self._connections.lone_worker:
+            return
+        for start in range(0, len(leases), MAX_BATCH):
+            ids = [lease.session_id for lease in leases[start : start + MAX_BATCH]]
+            request = types_pb2.RenewLeaseRequest(session_ids=ids)
+            try:
+                self._connections.ask(FRONT, "RenewLease", request, timeout_s=timeout_s)
+            except KVServiceError as error:
+                _log.info("%d leases could not be renewed by the manager: %s", len(ids), error)
 
 
 def _capabilities(address: str, leases: Sequence[Lease]) -> list[bytes]:

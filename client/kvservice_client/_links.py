@@ -17,6 +17,7 @@ from kvservice.core.errors import (
     KVServiceError,
     Overloaded,
     PagesLost,
+    SessionMoved,
     SessionNotFound,
     StaleEpoch,
     StaleWorker,
@@ -45,6 +46,12 @@ FAILED: Final = (KVServiceError, CopyGivenUp)
 
 OUTCOME_UNKNOWN: Final = (PagesLost, CopyGivenUp, Unavailable, DeadlineExceeded, InternalError)
 """After these it is not known whether a call was carried out. The worst comes first."""
+
+FOLLOW_TIMEOUT_S: Final = 1.0
+"""How long to ask where a session has moved to, before others are asked."""
+
+MAX_FOLLOWED: Final = 16
+"""How often a session may move while one call is made."""
 
 ASK_TIMEOUT_S: Final = 0.5
 """How long the manager may think about whether a worker is dead."""
@@ -82,30 +89,27 @@ class Links:
 
     def unary(self, extent: Extent, method: str, request: Message) -> Any:
         """Make a call that may be repeated."""
-        capability = self.lease.capabilities.get(extent.address)
-        if capability and isinstance(request, types_pb2.ReleaseRequest):
-            request.capabilities[:] = [capability]
-        elif capability and "capability" in request.DESCRIPTOR.fields_by_name:
-            request.capability = capability  # type: ignore[attr-defined]
 
         def attempt(left_s: float) -> Any:
+            self._address(extent, request)
             transport = self.connections.to(extent.address)
-            return transport.call(WORKER.full_name, method, request, timeout_s=left_s)
+            answer = transport.call(WORKER.full_name, method, request, timeout_s=left_s)
+            if isinstance(answer, types_pb2.ReleaseResponse) and answer.moved_session_ids:
+                raise SessionMoved("the session that is to be released has moved")
+            return answer
 
         return self._run(extent, attempt)
 
     def write(self, extent: Extent, call: worker_pb2.WriteCall) -> worker_pb2.WriteResponse:
-        call.capability = self.lease.capabilities.get(extent.address, b"")
-
         def attempt(left_s: float) -> worker_pb2.WriteResponse:
+            self._address(extent, call)
             return self.connections.to(extent.address).write(call, timeout_s=left_s)
 
         return self._run(extent, attempt)
 
     def read(self, extent: Extent, request: worker_pb2.ReadRequest) -> worker_pb2.ReadResult:
-        request.capability = self.lease.capabilities.get(extent.address, b"")
-
         def attempt(left_s: float) -> worker_pb2.ReadResult:
+            self._address(extent, request)
             return self.connections.to(extent.address).read(request, timeout_s=left_s)
 
         return self._run(extent, attempt)
@@ -116,9 +120,9 @@ class Links:
         Only the calls without an answer are repeated. Errors that a worker answers are returned,
         so that each call's outcome is known.
         """
-        if self.lease.capabilities:
-            for extent, call in calls:
-                call.capability = self.lease.capabilities.get(extent.address, b"")
+        for extent, call in calls:
+            if self.lease.capabilities or call.incarnation != extent.incarnation:
+                self._address(extent, call)
         return self._attend_all(calls)
 
     def attend_steadily(
@@ -128,6 +132,8 @@ class Links:
         capabilities = self.lease.capabilities
         for extent, call in calls:
             call.capability = capabilities.get(extent.address, b"") if capabilities else b""
+            if call.incarnation != extent.incarnation:
+                call.go_to(extent.incarnation)
         outcomes = self._attend_all(calls)
         if len(outcomes) == 1 and isinstance(outcomes[0], SteadyAnswer):
             return outcomes
@@ -198,7 +204,31 @@ class Links:
 
     # -- one call
 
+    def _address(self, extent: Extent, request: Any) -> None:
+        """Make a request one to the worker that an extent is on now, with the right to it."""
+        if isinstance(request, SteadyCall):
+            request.go_to(extent.incarnation)
+            request.capability = self.lease.capabilities.get(extent.address, b"")
+            return
+        fields = request.DESCRIPTOR.fields_by_name
+        if "incarnation" in fields:
+            request.incarnation = extent.incarnation
+        capability = self.lease.capabilities.get(extent.address, b"")
+        if "capability" in fields:
+            request.capability = capability
+        elif capability and "capabilities" in fields:
+            request.capabilities[:] = [capability]
+
     def _run(self, extent: Extent, attempt: Attempt[T]) -> T:
+        """Make a call, wherever the extent is moved to meanwhile."""
+        for _ in range(MAX_FOLLOWED):
+            try:
+                return self._run_here(extent, attempt)
+            except SessionMoved as error:
+                self._follow(extent, error)
+        raise WorkerLost("the session is moved faster than it can be followed")
+
+    def _run_here(self, extent: Extent, attempt: Attempt[T]) -> T:
         if extent.lost:
             raise self._lost(extent)
         connections = self.connections
@@ -210,6 +240,10 @@ class Links:
                 lambda is_over: self._judge(extent, is_over),
             )
         except (ServerDead, StaleWorker) as error:
+            successor = self._find_successor(extent)
+            if successor is not None:  # it has left, and what it held is there
+                self._go_to(extent, successor)
+                return self._run_here(extent, attempt)
             extent.lost, extent.replaced = True, isinstance(error, StaleWorker)
             extent.close_stream()
             if self._mirror.give_up(extent):
@@ -229,6 +263,58 @@ class Links:
             raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
         self.lease.renewed(connections.clock.monotonic())
         return result
+
+    def _follow(self, extent: Extent, moved: SessionMoved) -> None:
+        """Go where an extent has been moved to, by the word of the worker where it was.
+
+        Where that is gone by now, by the manager's; and if that is too, without a right to it.
+        """
+        follow = worker_pb2.FollowSessionRequest(session_id=self._mirror.id)
+        self._address(extent, follow)
+        ticket = 0
+        try:
+            to = self.connections.ask(
+                extent.address, "FollowSession", follow, timeout_s=FOLLOW_TIMEOUT_S
+            )
+            told = core.Extent(to.worker_id, to.address, to.incarnation, capability=to.capability)
+            ticket = to.ticket
+        except SessionNotFound:
+            return  # it has come back
+        except KVServiceError:
+            found = self._find_successor(extent)
+            where = moved.metadata
+            if found is None and not where.get("incarnation"):
+                raise WorkerLost("the session has moved, and nobody says where to") from moved
+            told = found or core.Extent(
+                where.get("worker_id", ""), where.get("address", ""), where["incarnation"]
+            )
+        self._go_to(extent, told)
+        # It may not have heard yet that the session is its own.
+        look = types_pb2.GetSessionRequest(session_id=self._mirror.id, ticket=ticket)
+        self._address(extent, look)
+        with suppress(KVServiceError):
+            self.connections.ask(extent.address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
+
+    def _find_successor(self, extent: Extent) -> core.Extent | None:
+        """Ask the manager for the worker that has taken over what was on an incarnation."""
+        if self.connections.lone_worker or not extent.incarnation:
+            return None
+        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
+        try:
+            session = self.ask_front("GetSession", request, timeout_s=FOLLOW_TIMEOUT_S).session
+        except KVServiceError:
+            return None
+        for one in self.told_extents(session):
+            if one.incarnation != extent.incarnation and one.stands_for(extent.incarnation):
+                return one
+        return None
+
+    def _go_to(self, extent: Extent, told: core.Extent) -> None:
+        """Let an extent be on another worker. What it holds is what it was."""
+        extent.close_stream()
+        extent.worker_id, extent.address = told.worker_id, told.address
+        extent.incarnation, extent.capability = told.incarnation, told.capability
+        self.follow_extents()
 
     def _judge(self, extent: Extent, is_over: bool) -> Verdict:
         """Say whether a silent worker lives: by the manager's word, or at last by its own."""
@@ -263,7 +349,8 @@ class Links:
                 if one.incarnation != extent.incarnation:
                     return Verdict.DEAD
                 return _VERDICTS.get(one.state, Verdict.UNKNOWN)
-        return Verdict.UNKNOWN
+        # It has left, or the manager has just begun.
+        return Verdict.UNKNOWN if self._find_successor(extent) is None else Verdict.DEAD
 
     def _holds(self, extent: Extent) -> bool:
         """Whether a worker answers that it holds the session, in the life that we know."""
@@ -304,6 +391,8 @@ class Links:
 
     def _attend_again(self, extent: Extent, call: AnyCall) -> AnyOutcome:
         def attempt(left_s: float) -> worker_pb2.AttendResult | SteadyAnswer:
+            if call.incarnation != extent.incarnation:
+                self._address(extent, call)
             return self._stream(extent).attend(call, timeout_s=left_s)
 
         try:
@@ -322,7 +411,14 @@ class Links:
     def _receive(self, extent: Extent, call: AnyCall) -> AnyOutcome:
         try:
             result = self._stream(extent).receive()
-        except (Unavailable, Overloaded, SessionNotFound, StaleEpoch, StaleWorker):
+        except (
+            Unavailable,
+            Overloaded,
+            SessionMoved,
+            SessionNotFound,
+            StaleEpoch,
+            StaleWorker,
+        ):
             # Nobody has answered, or what was answered says something about the session: the same
             # call again is dealt with as if it were the only one.
             return self._attend_again(extent, call)

@@ -7,16 +7,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from kvservice.clock import Clock
 from kvservice.core.errors import (
     DeadlineExceeded,
     Draining,
     KVServiceError,
+    Moving,
     Overloaded,
     Unavailable,
 )
+
+MOVING_DELAY_S: Final = 0.01
+"""How long to wait for a session that is between two workers."""
 
 T = TypeVar("T")
 Attempt = Callable[[float], T]
@@ -82,8 +86,9 @@ class Detection:
 class Retrier:
     """Repeats what may be repeated, as long as it can help. Thread-safe.
 
-    UNAVAILABLE is tried again (but not DRAINING, which is an answer), and OVERLOADED, which is a
-    sign of life; every other error is the caller's at once. `close` ends all waiting.
+    MOVING is tried again at once, and says nothing against the server. UNAVAILABLE is tried again
+    (but not DRAINING, which is an answer), and OVERLOADED, which is a sign of life; every other
+    error is the caller's at once. `close` ends all waiting.
     """
 
     def __init__(self, clock: Clock, rng: Random | None = None, policy: RetryPolicy | None = None):
@@ -134,16 +139,11 @@ class Retrier:
         deadline = began + timeout_s
         while True:
             now = self._clock.monotonic()
-            tries.failed(failure, began, now)
-            if tries.num_failures > 1:
-                is_over = now >= tries.give_up_at
-                verdict = Verdict.UNKNOWN if judge is None else judge(is_over)
-                if verdict is Verdict.DEAD or (is_over and verdict is Verdict.UNKNOWN):
-                    raise ServerDead(str(failure)) from failure
-                if is_over:
-                    tries.begin_again()
-                now = self._clock.monotonic()
-            delay_s = self._policy.delay_s(tries.num_failures, self._rng)
+            if isinstance(failure, Moving):  # whoever says so lives, and it takes milliseconds
+                tries.begin_again()
+                delay_s = self._rng.uniform(MOVING_DELAY_S / 2, MOVING_DELAY_S)
+            else:
+                now, delay_s = self._judge(failure, began, now, tries, judge)
             if now + delay_s >= deadline or self._clock.wait(self._closed, delay_s):
                 raise _last_word(failure, timeout_s) from failure.__cause__
             began = self._clock.monotonic()
@@ -155,6 +155,26 @@ class Retrier:
                 raise
             except (Unavailable, Overloaded, DeadlineExceeded) as error:
                 failure = error
+
+    def _judge(
+        self,
+        failure: KVServiceError,
+        began: float,
+        now: float,
+        tries: _Tries,
+        judge: Judge | None,
+    ) -> tuple[float, float]:
+        """Return the time, and how long to wait before the next try, unless the server is dead."""
+        tries.failed(failure, began, now)
+        if tries.num_failures > 1:
+            is_over = now >= tries.give_up_at
+            verdict = Verdict.UNKNOWN if judge is None else judge(is_over)
+            if verdict is Verdict.DEAD or (is_over and verdict is Verdict.UNKNOWN):
+                raise ServerDead(str(failure)) from failure
+            if is_over:
+                tries.begin_again()
+            now = self._clock.monotonic()
+        return now, self._policy.delay_s(tries.num_failures, self._rng)
 
     def close(self) -> None:
         """End all waiting: what is being retried fails with what it failed with last."""

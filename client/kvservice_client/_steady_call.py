@@ -57,9 +57,9 @@ class SteadyCall:
     """
 
     __slots__ = (
-        *("_answer_bytes", "_answers", "_before", "_begins", "_behind", "_heads", "_last_size"),
-        *("asks", "call_id", "capability", "layer", "num_bytes", "scale", "session_id", "step"),
-        *("stores", "tensors", "trace_parent"),
+        *("_answer_bytes", "_answers", "_before", "_begins", "_behind", "_fields", "_heads"),
+        *("_last_size", "asks", "call_id", "capability", "incarnation", "layer", "num_bytes"),
+        *("scale", "session_id", "step", "stores", "tensors", "trace_parent"),
     )
 
     def __init__(self, call: worker_pb2.AttendCall, v_dim: int, dtype: DType) -> None:
@@ -76,8 +76,8 @@ class SteadyCall:
         self.tensors: Sequence[Any] = ()
         self._last_size = (0, b"")
         self._begins: dict[int, bytes] = {}  # of answers, by the size of the call's id
-        fields = {name: getattr(call, name) for name in _SESSION_FIELDS}
-        self._before = worker_pb2.AttendCall(**fields).SerializeToString()
+        self._fields = {name: getattr(call, name) for name in _SESSION_FIELDS}
+        self.go_to(call.incarnation)
         rest = worker_pb2.AttendCall()
         rest.CopyFrom(call)
         for name in (*_VARYING, "header", "trace_parent"):
@@ -99,6 +99,11 @@ class SteadyCall:
             head = _head(tag, dtype_to_pb(of), shape, size)
             self._answers.append((head, NUMPY_TYPES[of], shape, size))
         self._answer_bytes = sum(len(head) + size for head, _, _, size in self._answers)
+
+    def go_to(self, incarnation: str) -> None:
+        """Be a call for an incarnation of a worker."""
+        self.incarnation = self._fields["incarnation"] = incarnation
+        self._before = worker_pb2.AttendCall(**self._fields).SerializeToString()
 
     @property
     def fits_a_frame(self) -> bool:

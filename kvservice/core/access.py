@@ -90,6 +90,11 @@ WORKER_RULES: Final[Mapping[str, Rule]] = {
     "Write": _WRITING,
     "Read": _READING,
     "OpenLane": Rule(_USERS, Rights.WRITE, lasting=True),
+    "FollowSession": _WRITING,
+    "PullSession": _SERVICE,
+    "CopyState": _SERVICE,
+    "CopyPages": _SERVICE,
+    "HandOver": _SERVICE,
 }
 """By the RPC's name in PageWorkerService."""
 

@@ -332,6 +332,18 @@ class Directory:
         """
         return list(self._holders.get(key, ()))
 
+    def keys_of(self, session_id: str) -> list[SessionKey]:
+        """Return the sessions of an id: there is one, unless tenants have chosen the same."""
+        return [key for key in self._holders if key[1] == session_id]
+
+    def leaving(self, now: float) -> list[tuple[str, list[SessionKey]]]:
+        """Return the workers that leave, each with the sessions that it still holds."""
+        return [
+            (worker_id, list(worker.sessions))
+            for worker_id, worker in sorted(self._workers.items())
+            if worker.sessions and self._state(worker, now) is WorkerState.DRAINING
+        ]
+
     def is_lost(self, key: SessionKey, now: float) -> bool:
         """Whether all of a session has gone with its workers, within its last ttl."""
         return key in self._lost and self._lost.deadline(key) > now

@@ -163,6 +163,12 @@ class StaleWorker(Conflict):
     reason = "STALE_WORKER"
 
 
+class SessionMoved(Conflict):
+    """Another worker holds the session: go on there. The client does so by itself."""
+
+    reason = "SESSION_MOVED"
+
+
 class Unauthenticated(KVServiceError):
     """Present valid credentials."""
 
@@ -194,6 +200,12 @@ class Draining(Unavailable):
     """The worker is leaving: ask the manager for another one."""
 
     reason = "DRAINING"
+
+
+class Moving(Unavailable):
+    """The session is between two workers for a moment. The client repeats the call by itself."""
+
+    reason = "MOVING"
 
 
 class DeadlineExceeded(KVServiceError, TimeoutError):

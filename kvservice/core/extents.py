@@ -166,7 +166,8 @@ def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
     if not holding:
         return None if _may_be_all(newest) else Loss(0)
     followers = holding[-1].followers
-    if not followers or any(info.extents[0].incarnation in followers for info in infos):
+    held = [info.extents[0] for info in infos]
+    if not followers or any(one.stands_for(life) for one in held for life in followers):
         return None
     return Loss(min(holding[-1].stops), followers)
 

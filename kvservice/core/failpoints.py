@@ -23,6 +23,10 @@ WORKER_POINTS: Final = {
     "write.stored": "tokens have been written, and nobody has been told",
     "change.checked": "a structural change would be accepted, and nobody has been told",
     "change.applied": "a structural change has been made, and nobody has been told",
+    "move.copied": "a round of pages is copied from another worker, which may have changed since",
+    "move.complete": "a frozen session is copied, and has not been asked for",
+    "move.handed_over": "a session is another worker's, which has not been told",
+    "move.arrived": "a session has come from another worker, and nobody else has been told",
     "heartbeat.sending": "a heartbeat is about to be sent",
 }
 MANAGER_POINTS: Final = {
@@ -32,6 +36,8 @@ MANAGER_POINTS: Final = {
     "manager.change.checked": "all workers would accept a change, and none has it",
     "manager.change.partly_applied": "one worker more has a change; others may not",
     "manager.fork.partly_done": "one worker more has forked a session; others may not",
+    "manager.move.begun": "a session is on its way from worker to worker",
+    "manager.move.done": "it has arrived, and the directory does not know",
     "heartbeat.received": "a heartbeat is noted, and the worker has not been answered",
 }
 POINTS: Final = {**WORKER_POINTS, **MANAGER_POINTS}

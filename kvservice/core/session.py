@@ -110,7 +110,7 @@ class Extent:
     there, with commas between; empty: it ends here. `capability` is what its worker has issued for
     it, if it wants one to be shown. Extents of one `group` are copies of each other; of group 0
     there are none. An extent without a worker, in the answer to Attach, is lost, and all that
-    follows its `starts`.
+    follows its `starts`. `replaces` are lives of workers from which the extent was moved here.
     """
 
     worker_id: str
@@ -121,11 +121,16 @@ class Extent:
     followed_by: str = ""
     capability: bytes = field(default=b"", repr=False)
     group: int = 0
+    replaces: tuple[str, ...] = ()
 
     @property
     def followers(self) -> tuple[str, ...]:
         """The incarnations on which the session goes on; any one of them has what follows."""
         return tuple(self.followed_by.split(",")) if self.followed_by else ()
+
+    def stands_for(self, incarnation: str) -> bool:
+        """Whether this is the extent that was once on that incarnation of a worker."""
+        return incarnation == self.incarnation or incarnation in self.replaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,3 +338,7 @@ class WorkerStats:
     attention_seconds: Distribution = EMPTY
     attention_rows: Distribution = EMPTY
     session_pages: Distribution = EMPTY
+    moves: dict[str, int] = field(default_factory=dict)
+    moved_bytes: int = 0
+    handover_seconds: Distribution = EMPTY
+    num_arriving: int = 0

@@ -15,9 +15,11 @@ from kvservice.core.errors import (
     Draining,
     InvalidRequest,
     KVServiceError,
+    Moving,
     OutOfPages,
     PagesLost,
     QuotaExceeded,
+    SessionMoved,
     Unavailable,
     WorkerLost,
 )
@@ -56,6 +58,10 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
         group = len(placed) // spec.replicas + 1 if spec.replicas > 1 else 0
         try:
             answer = routes.ask(worker_id, "Allocate", copy_of(request, group=group), caller)
+        except SessionMoved:
+            # It was opened by this very request, and has moved since.
+            routes.undo(key[1], placed, caller)
+            return routes.parts(key, caller)
         except KVServiceError as error:
             if not _perhaps_elsewhere(error):
                 routes.undo(key[1], placed, caller)
@@ -196,7 +202,7 @@ def _extend(
             grown.append(_promise(routes, part, request, caller))
         except KVServiceError as error:
             routes.undo(key[1], fresh, caller)
-            if not _perhaps_elsewhere(error):
+            if not (_perhaps_elsewhere(error) or isinstance(error, SessionMoved)):
                 routes.undo(key[1], opened, caller)
                 raise
             continue
@@ -230,6 +236,8 @@ def _check_repeat(
             routes.ask(worker_id, "Allocate", request, caller)
         except AlreadyExists as error:
             refusals.append(error)  # or it holds an extent that came later
+        except SessionMoved:
+            continue  # this request has opened it there
     if len(refusals) == len(holders):
         raise refusals[0]
 
@@ -237,6 +245,8 @@ def _check_repeat(
 def _perhaps_elsewhere(error: KVServiceError) -> bool:
     """Whether another worker may have what this one has not."""
     never_fits_here = isinstance(error, InvalidRequest) and "budget_bytes" in error.metadata
+    if isinstance(error, Moving):
+        return False  # it may be there
     full = isinstance(error, CapacityError) and not isinstance(error, QuotaExceeded)
     return full or never_fits_here or isinstance(error, (Unavailable, DeadlineExceeded))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvservice.clock import Clock
-from kvservice.core.caller import ANONYMOUS, Caller
+from kvservice.core.caller import ANONYMOUS, Caller, Role
 from kvservice.core.directory import (
     Directory,
     Report,
@@ -25,10 +25,13 @@ from kvservice.core.errors import (
     DeadlineExceeded,
     Draining,
     KVServiceError,
+    Moving,
+    SessionMoved,
     SessionNotFound,
     StaleWorker,
     Unavailable,
     WorkerLost,
+    WorkerNotFound,
 )
 from kvservice.core.extents import (
     Loss,
@@ -44,15 +47,21 @@ from kvservice.core.failpoints import Failpoints
 from kvservice.core.membership import Event, EventLog
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.session import SessionInfo
-from kvservice.v1 import types_pb2
+from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.convert import session_from_pb, session_to_pb
 
 LOG = logging.getLogger(__name__)
+
+SERVICE: Final = Caller("kvservice", Role.SERVICE)
+"""The manager itself."""
 
 MAX_PARALLEL: Final = 8
 RETRY_DELAY_S: Final = 0.2
 KNOCK_S: Final = 0.3
 SUSPECT_TIMEOUT_S: Final = 1.0
+FOLLOWS: Final = {"GetSession", "Allocate"}
+"""Where it matters that a session has moved; others are told to ask again."""
+
 NOBODYS_SESSION: Final = "00000000-0000-4000-8000-000000000000"
 
 
@@ -280,6 +289,43 @@ class Routes:
         with self._lock:
             return self._directory.holders(key)
 
+    def keys_of(self, session_id: str) -> list[SessionKey]:
+        """Return the sessions of an id, of whatever tenant."""
+        with self._lock:
+            return self._directory.keys_of(session_id)
+
+    def leaving(self) -> list[tuple[str, list[SessionKey]]]:
+        """Return the workers that leave, each with the sessions that it still holds."""
+        with self._lock:
+            return self._directory.leaving(self._clock.monotonic())
+
+    def record_of(self, worker_id: str) -> WorkerRecord:
+        """Return who is registered by this id.
+
+        Raises:
+            WorkerNotFound: Nobody, or one known to be dead.
+        """
+        with self._lock:
+            record = self._directory.find_worker(worker_id)
+        if record is None:
+            raise WorkerNotFound(f"no worker {worker_id} is registered", worker_id=worker_id)
+        return record
+
+    def check_takes_sessions(self, worker_id: str) -> None:
+        """Raise WorkerNotFound, WorkerLost or Draining unless a worker may be given sessions."""
+        self.record_of(worker_id)
+        with self._lock:
+            state = self._directory.state(worker_id, self._clock.monotonic())
+        if state is WorkerState.DRAINING:
+            raise Draining(f"worker {worker_id} is leaving", worker_id=worker_id)
+        if state is WorkerState.DEAD:
+            raise WorkerLost(f"worker {worker_id} is gone", worker_id=worker_id)
+
+    def state_of_life(self, incarnation: str) -> WorkerState | None:
+        """Return the state of an incarnation of some worker; None if it was never heard of."""
+        with self._lock:
+            return self._directory.state_of_life(incarnation, self._clock.monotonic())
+
     @contextmanager
     def one_at_a_time(self, key: SessionKey) -> Iterator[None]:
         """Let one caller at a time decide where a session goes: a repeat may come too early."""
@@ -325,8 +371,13 @@ class Routes:
         try:
             timeout_s = SUSPECT_TIMEOUT_S if state is WorkerState.SUSPECT else self._timeout_s
             return handle.call(method, request, min(timeout_s, self._timeout_s), caller)
-        except Draining:
+        except (Draining, Moving):
             raise
+        except SessionMoved as error:
+            if method in FOLLOWS:
+                raise
+            # It went while this call was on its way: the next one finds it.
+            raise Moving(error.message, retry_delay_s=RETRY_DELAY_S) from error
         except (Unavailable, DeadlineExceeded, StaleWorker) as error:
             raise WorkerLost(
                 f"worker {worker_id} does not answer: {error.reason}",
@@ -446,17 +497,74 @@ class Routes:
         request = types_pb2.GetSessionRequest(session_id=key[1])
         waiting = [one for one in worker_ids if one not in asked and not self.is_dead(one)]
         failures: list[KVServiceError] = []
+        moved: list[str] = []
+        unsure: dict[str, KVServiceError] = {}
         for worker_id, answer in self.ask_all(waiting, "GetSession", request, caller):
-            if isinstance(answer, SessionNotFound):
+            if isinstance(answer, (SessionNotFound, SessionMoved)):
                 self.end(key, worker_id)
                 asked[worker_id] = None
+                if isinstance(answer, SessionMoved):
+                    moved.append(worker_id)
             elif not isinstance(answer, KVServiceError):
                 info = asked[worker_id] = session_from_pb(answer.session)
                 self.note(key, [Part(worker_id, info)])
+            elif isinstance(answer, Moving):
+                unsure[worker_id] = answer
             elif not self.is_dead(worker_id):
                 failures.append(answer)
+        for worker_id in moved:
+            self._follow(key, worker_id, caller, asked)
+        for worker_id, error in unsure.items():
+            if asked.get(worker_id) is None:
+                self._give_up_waiting(key, worker_id, error)
+                failures.append(error)
         if failures:
             raise failures[0]
+
+    def _follow(
+        self,
+        key: SessionKey,
+        worker_id: str,
+        caller: Caller,
+        asked: dict[str, SessionInfo | None],
+    ) -> None:
+        """Find a session that was moved from a worker, and let the one where it is believe it.
+
+        Raises:
+            PagesLost: The worker that took it over is dead.
+        """
+        follow = worker_pb2.FollowSessionRequest(session_id=key[1])
+        try:
+            to = self.ask(worker_id, "FollowSession", follow, caller)
+        except SessionNotFound:
+            return  # it is on its way back
+        if asked.get(to.worker_id) is not None:
+            return
+        with self._lock:
+            record = self._directory.find_worker(to.worker_id)
+        if record is None or record.incarnation != to.incarnation or self.is_dead(to.worker_id):
+            if self.state_of_life(to.incarnation) is WorkerState.DEAD and not any(asked.values()):
+                raise pages_lost(0)
+            return
+        there = types_pb2.GetSessionRequest(session_id=key[1], ticket=to.ticket)
+        with suppress(SessionNotFound, SessionMoved):  # it has ended, or gone further
+            answer = self.ask(to.worker_id, "GetSession", there, caller)
+            asked[to.worker_id] = session_from_pb(answer.session)
+
+    def _give_up_waiting(self, key: SessionKey, worker_id: str, error: KVServiceError) -> None:
+        """Tell a worker that waits for another one's word that this one is dead, if it is."""
+        source = error.metadata.get("source", "")
+        if source and self.state_of_life(source) is WorkerState.DEAD:
+            request = worker_pb2.PullSessionRequest(
+                tenant=key[0],
+                session_id=key[1],
+                move_id="none",
+                source_address="none",
+                source_incarnation=source,
+                source_is_dead=True,
+            )
+            with suppress(KVServiceError):
+                self.ask(worker_id, "PullSession", request, SERVICE)
 
     def _not_left_behind(
         self, key: SessionKey, asked: Mapping[str, SessionInfo | None]

@@ -17,8 +17,8 @@ from kvservice.core.errors import (
     KVServiceError,
     PagesLost,
     PositionOutOfRange,
+    SessionNotFound,
     StaleEpoch,
-    Unimplemented,
 )
 from kvservice.core.extents import (
     find_loss,
@@ -33,6 +33,7 @@ from kvservice.core.membership import Event, Membership
 from kvservice.core.recovery import TakeOver
 from kvservice.core.session import Extent, SessionInfo
 from kvservice.manager import growth
+from kvservice.manager.moves import Moves
 from kvservice.manager.routes import Part, Routes, WorkerHandle, copy_of, merged
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
@@ -102,9 +103,11 @@ class PageManager:
             executor=executor,
             failpoints=failpoints,
         )
+        self._moves = Moves(self._routes, clock, incarnation)
 
     def close(self) -> None:
         """End the threads and the connections. Calls in progress may fail."""
+        self._moves.close()
         self._routes.close()
 
     # Opening and growing
@@ -298,7 +301,9 @@ class PageManager:
             if epoch and self._routes.is_beyond((caller.tenant, session_id), epoch)
         }
         released = 0
-        for worker_id, mine in self._by_worker(epochs, caller).items():
+        moved: set[str] = set()
+        by_worker = self._by_worker(epochs, caller)
+        for worker_id, mine in by_worker.items():
             if self._routes.is_dead(worker_id):
                 continue  # what it holds, should it come back, ends with the lease
             asked = types_pb2.ReleaseRequest(
@@ -306,10 +311,19 @@ class PageManager:
                 epochs=[epochs[one] for one in mine],
                 unsettled_ids=[one for one in mine if one in unsettled],
             )
-            released += self._routes.ask(worker_id, "Release", asked, caller).released_count
+            answer = self._routes.ask(worker_id, "Release", asked, caller)
+            released += answer.released_count
+            moved.update(answer.moved_session_ids)
             for session_id in mine:
                 if session_id not in stay:
                     self._routes.end((caller.tenant, session_id), worker_id)
+        for worker_id in self._routes.reachable() if moved else ():
+            mine = [one for one in sorted(moved) if one not in by_worker.get(worker_id, ())]
+            if mine:
+                asked = types_pb2.ReleaseRequest(
+                    session_ids=mine, epochs=[epochs[one] for one in mine]
+                )
+                released += self._routes.ask(worker_id, "Release", asked, caller).released_count
         self._routes.settle((caller.tenant, one) for one in epochs if one not in stay)
         return types_pb2.ReleaseResponse(released_count=min(released, len(epochs)))
 
@@ -318,10 +332,19 @@ class PageManager:
     ) -> types_pb2.RenewLeaseResponse:
         ids = convert.session_ids_from_pb(request.session_ids)
         missing = set(ids)
-        for worker_id, mine in self._by_worker(ids, caller).items():
+        by_worker = self._by_worker(ids, caller)
+        for worker_id, mine in by_worker.items():
             asked = types_pb2.RenewLeaseRequest(session_ids=mine)
             answer = self._routes.ask(worker_id, "RenewLease", asked, caller)
             missing -= set(mine) - set(answer.missing_session_ids)
+        if missing and len(by_worker) < len(self._routes.reachable()):
+            # It may have moved, and nobody has said so yet.
+            asked = types_pb2.RenewLeaseRequest(session_ids=sorted(missing))
+            for _, found in self._routes.ask_all(
+                self._routes.reachable(), "RenewLease", asked, caller
+            ):
+                if not isinstance(found, KVServiceError):
+                    missing &= set(found.missing_session_ids)
         still_missing = [session_id for session_id in ids if session_id in missing]
         return types_pb2.RenewLeaseResponse(missing_session_ids=still_missing)
 
@@ -434,8 +457,33 @@ class PageManager:
     def move_session(
         self, request: manager_pb2.MoveSessionRequest, caller: Caller
     ) -> manager_pb2.MoveSessionResponse:
-        del request, caller
-        raise Unimplemented("moving a session is not implemented")
+        del caller
+        session_id = session_id_from_pb(request.session_id)
+        if not request.worker_id:
+            raise InvalidRequest("worker_id is missing")
+        key = self._key_of(session_id, request.tenant)
+        info = self._moves.move(key, request.worker_id, request.from_worker_id)
+        try:
+            session = merged(self._routes.parts(key, Caller(key[0], Role.TENANT)))
+        except KVServiceError:  # it goes on, and has changed since
+            session = session_to_pb(info)
+        return manager_pb2.MoveSessionResponse(session=session)
+
+    def _key_of(self, session_id: str, tenant: str) -> tuple[str, str]:
+        """Return whose session is meant by an id."""
+        keys = self._routes.keys_of(session_id)
+        if tenant:
+            keys = [key for key in keys if key[0] == tenant]
+        if len(keys) > 1:
+            raise InvalidRequest(f"{len(keys)} tenants have a session of this id: say which one")
+        if not keys:
+            self._routes.check_settled()
+            raise SessionNotFound("no such session: it has ended, or was never opened")
+        return keys[0]
+
+    def look_after_moves(self) -> None:
+        """Move sessions away from workers that leave. To be called every `POLL_S`."""
+        self._moves.look()
 
     def heartbeat(
         self, request: manager_pb2.HeartbeatRequest, caller: Caller, *, first: bool

@@ -61,6 +61,7 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[WorkerStats], int]], ...]] = (
     ("appended_bytes", "Bytes of keys and values stored.", lambda s: s.appended_bytes),
     ("read_bytes", "Bytes of keys and values read back.", lambda s: s.read_bytes),
     ("lease_expirations", "Sessions whose lease ran out.", lambda s: s.lease_expirations),
+    ("moved_bytes", "Bytes of pages copied from other workers.", lambda s: s.moved_bytes),
     ("stale_epoch_rejections", "Calls of an old epoch, refused.", lambda s: s.stale_epochs),
 )
 _COUNTERS_BY: Final[tuple[tuple[str, str, str, Callable[[WorkerStats], dict[str, int]]], ...]] = (
@@ -76,6 +77,12 @@ _COUNTERS_BY: Final[tuple[tuple[str, str, str, Callable[[WorkerStats], dict[str,
         "Calls that repeated one which had been carried out.",
         "method",
         lambda s: s.replays,
+    ),
+    (
+        "moves",
+        "Sessions that were to be taken over from other workers, by how that has ended.",
+        "result",
+        lambda s: s.moves,
     ),
     (
         "reconcile_discrepancies",
@@ -100,6 +107,7 @@ def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
     sessions.add_metric((stats.worker_id, "active"), active)
     sessions.add_metric((stats.worker_id, "draining"), stats.num_sessions - active)
     yield sessions
+    yield gauge("kvservice_arriving_sessions", "On their way here.", worker, stats.num_arriving)
     yield gauge("kvservice_leases", "Leases that run.", worker, stats.num_sessions)
     for name, text, number in _COUNTERS:
         yield counter(f"kvservice_{name}", text, worker, number(stats))
@@ -121,6 +129,12 @@ def _of_worker(stats: WorkerStats) -> Iterator[Metric]:
         "kvservice_session_pages",
         "Pages that sessions held when they ended.",
         [(worker, stats.session_pages)],
+        worker,
+    )
+    yield histogram(
+        "kvservice_handover_duration_seconds",
+        "For how long a session was frozen before it was here.",
+        [(worker, stats.handover_seconds)],
         worker,
     )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import ManagerSettings
-from kvservice.manager import LOOK_S, PageManager
+from kvservice.manager import LOOK_S, POLL_S, PageManager
 from kvservice.metrics import ManagerMetrics
 from kvservice.runtime.process import ProcessServer, failpoints
 from kvservice.runtime.secrets import Secrets
@@ -63,22 +64,27 @@ class ManagerServer(ProcessServer):
         )
         self._serve_metrics(running, metrics, settings, page.pages())
         self._serve_health(running, server, settings)
-        watch = _Watch(self.manager, self._clock)
-        running.callback(watch.stop)
-        watch.start()
+        for name, look, period_s in (
+            ("watch", self.manager.look_after_workers, LOOK_S),
+            ("moves", self.manager.look_after_moves, POLL_S),
+        ):
+            watch = _Watch(name, look, period_s, self._clock)
+            running.callback(watch.stop)
+            watch.start()
         server.start(self.manager, MANAGER, recorder=metrics, guard=guard)
         running.callback(lambda: server.stop(self._grace_s))
         LOG.info("manager serves at %s", self.address)
 
 
 class _Watch:
-    """Lets the manager look after its workers."""
+    """Lets the manager look after something, time and again."""
 
-    def __init__(self, manager: PageManager, clock: Clock) -> None:
-        self._manager = manager
+    def __init__(self, name: str, look: Callable[[], None], period_s: float, clock: Clock) -> None:
+        self._look = look
+        self._period_s = period_s
         self._clock = clock
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvservice-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvservice-{name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -88,8 +94,8 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._clock.wait(self._stop, LOOK_S):
+        while not self._clock.wait(self._stop, self._period_s):
             try:
-                self._manager.look_after_workers()
+                self._look()
             except Exception:
-                LOG.exception("looking after workers failed")
+                LOG.exception("%s failed", self._thread.name)

@@ -23,8 +23,9 @@ from kvservice.runtime.secrets import Secrets
 from kvservice.server.guard import Guard
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.lane import LaneServer
-from kvservice.server.worker_stub import HeartbeatLoop
+from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
 from kvservice.wire.names import WORKER
+from kvservice_workers.data_plane.peer import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.devices import device_memory_bytes
 from kvservice_workers.worker import PageWorker, WorkerConfig
@@ -33,6 +34,8 @@ LOG = logging.getLogger(__name__)
 
 EXPIRY_S: Final = 0.5
 AUDIT_S: Final = 60.0
+LINGER_S: Final = 1.0
+"""How long a worker stays after its last session has moved: whoever uses it is told by then."""
 
 
 def budget_bytes(budget: Budget, device: str) -> int:
@@ -90,10 +93,19 @@ class WorkerServer(ProcessServer):
         running.callback(expiry.stop)
         expiry.start()
         lane = self._lane = self._open_lane(running, metrics, guard)
+        dialer, speaker = secrets.dialer(), secrets.speaker("worker")
+        puller = Puller(
+            self.worker,
+            lambda address: GrpcWorkerHandle(address, dialer, speaker),
+            clock=self._clock,
+            failpoints=self._failpoints,
+        )
+        running.callback(puller.close)
         service = WorkerService(
             self.worker,
             None if lane is None else lane.admit,
             None if guard.is_open else guard.issue,
+            puller=puller,
             failpoints=self._failpoints,
         )
         if lane is not None:
@@ -194,7 +206,8 @@ class Drain:
         if self._leave_by is None or self.done.is_set():
             return
         left = self._worker.num_sessions
-        if not left or self._clock.monotonic() >= self._leave_by:
+        busy = not self._worker.is_empty or self._worker.waits_for_takers(LINGER_S)
+        if not busy or self._clock.monotonic() >= self._leave_by:
             LOG.log(
                 logging.WARNING if left else logging.INFO, "drained, with %d sessions left", left
             )

@@ -369,8 +369,11 @@ class Guard:
 
     # -- what it gives
 
-    def issue(self, caller: Caller, session_id: str, ttl_s: float, rights: Rights) -> bytes:
-        """Return the capability of a session on this server; empty without keys.
+    def issue(
+        self, caller: Caller, session_id: str, ttl_s: float, rights: Rights, incarnation: str = ""
+    ) -> bytes:
+        """Return the capability of a session on this server, or on another incarnation that has
+        taken it over from here; empty without keys.
 
         Whoever only looks gets READ. The manager, which looks on behalf of those who open and
         grow, gets what they need.
@@ -389,7 +392,7 @@ class Guard:
                 caller=caller,
                 session_id=session_id,
                 rights=rights,
-                audience=self._audience,
+                audience=digest_of(incarnation) if incarnation else self._audience,
                 issued_at=now,
                 ends_at=ends_at,
             )

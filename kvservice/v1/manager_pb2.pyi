@@ -71,12 +71,16 @@ class DrainWorkerResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
 
 class MoveSessionRequest(_message.Message):
-    __slots__ = ("session_id", "worker_id")
+    __slots__ = ("session_id", "worker_id", "tenant", "from_worker_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FROM_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     worker_id: str
-    def __init__(self, session_id: _Optional[str] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    from_worker_id: str
+    def __init__(self, session_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., tenant: _Optional[str] = ..., from_worker_id: _Optional[str] = ...) -> None: ...
 
 class MoveSessionResponse(_message.Message):
     __slots__ = ("session",)

@@ -289,9 +289,16 @@ class PageManagerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MoveSession(self, request, context):
-        """Moves a session to another worker while it is used.
+        """Moves a session to another worker while it is used. Nobody who uses it notices.
 
-        Errors: SESSION_NOT_FOUND, WORKER_NOT_FOUND, OUT_OF_PAGES
+        For operators. Answers when it is there. The same call again waits for the same move. After
+        an error the session is where it was, but for DEADLINE_EXCEEDED: then it may still move.
+
+        Errors:
+        SESSION_NOT_FOUND, WORKER_NOT_FOUND
+        ALREADY_EXISTS     the worker holds (a part of) it
+        OUT_OF_PAGES, TOO_MANY_SESSIONS, QUOTA_EXCEEDED, DRAINING  of the worker it is to go to
+        CONFLICT           it is being moved elsewhere, or changes too fast to be copied
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -84,7 +84,7 @@ class SessionSpec(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., page_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica_count: _Optional[int] = ..., spread: _Optional[int] = ...) -> None: ...
 
 class Extent(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by", "group")
+    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by", "replaces", "group")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class Extent(_message.Message):
     STOPS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
@@ -100,8 +101,9 @@ class Extent(_message.Message):
     stops: _containers.RepeatedScalarFieldContainer[int]
     capability: bytes
     followed_by: str
+    replaces: _containers.RepeatedScalarFieldContainer[str]
     group: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ..., group: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ..., replaces: _Optional[_Iterable[str]] = ..., group: _Optional[int] = ...) -> None: ...
 
 class LayerLengths(_message.Message):
     __slots__ = ("lengths",)
@@ -180,7 +182,7 @@ class Distribution(_message.Message):
     def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "address", "device", "budget_bytes", "arena_bytes", "used_bytes", "session_count", "pools", "page_allocation_count", "page_frees", "allocation_failures", "appended_token_count", "popped_token_count", "appended_bytes", "read_bytes", "lease_expiration_count", "draining", "replays", "stale_epoch_count", "page_discrepancies", "attention_seconds", "attention_rows", "session_pages")
+    __slots__ = ("worker_id", "incarnation", "address", "device", "budget_bytes", "arena_bytes", "used_bytes", "session_count", "pools", "page_allocation_count", "page_frees", "allocation_failures", "appended_token_count", "popped_token_count", "appended_bytes", "read_bytes", "lease_expiration_count", "draining", "replays", "stale_epoch_count", "page_discrepancies", "attention_seconds", "attention_rows", "session_pages", "moves", "moved_bytes", "handover_seconds", "arriving_count")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +207,10 @@ class WorkerStats(_message.Message):
     ATTENTION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_ROWS_FIELD_NUMBER: _ClassVar[int]
     SESSION_PAGES_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    MOVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVING_COUNT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     address: str
@@ -229,7 +235,11 @@ class WorkerStats(_message.Message):
     attention_seconds: Distribution
     attention_rows: Distribution
     session_pages: Distribution
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., page_allocation_count: _Optional[int] = ..., page_frees: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., allocation_failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., appended_token_count: _Optional[int] = ..., popped_token_count: _Optional[int] = ..., appended_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., lease_expiration_count: _Optional[int] = ..., draining: bool = ..., replays: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., stale_epoch_count: _Optional[int] = ..., page_discrepancies: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., attention_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., attention_rows: _Optional[_Union[Distribution, _Mapping]] = ..., session_pages: _Optional[_Union[Distribution, _Mapping]] = ...) -> None: ...
+    moves: _containers.RepeatedCompositeFieldContainer[ReasonCount]
+    moved_bytes: int
+    handover_seconds: Distribution
+    arriving_count: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., page_allocation_count: _Optional[int] = ..., page_frees: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., allocation_failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., appended_token_count: _Optional[int] = ..., popped_token_count: _Optional[int] = ..., appended_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., lease_expiration_count: _Optional[int] = ..., draining: bool = ..., replays: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., stale_epoch_count: _Optional[int] = ..., page_discrepancies: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., attention_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., attention_rows: _Optional[_Union[Distribution, _Mapping]] = ..., session_pages: _Optional[_Union[Distribution, _Mapping]] = ..., moves: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., moved_bytes: _Optional[int] = ..., handover_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., arriving_count: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
     __slots__ = ("session_id", "spec", "extent_starts", "epoch", "group")
@@ -400,10 +410,12 @@ class ReleaseRequest(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[_Iterable[int]] = ..., unsettled_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
-    __slots__ = ("released_count",)
+    __slots__ = ("released_count", "moved_session_ids")
     RELEASED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MOVED_SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     released_count: int
-    def __init__(self, released_count: _Optional[int] = ...) -> None: ...
+    moved_session_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, released_count: _Optional[int] = ..., moved_session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("session_ids", "capabilities")
@@ -422,12 +434,14 @@ class RenewLeaseResponse(_message.Message):
     def __init__(self, missing_session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id", "capability")
+    __slots__ = ("session_id", "capability", "ticket")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     capability: bytes
-    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
+    ticket: int
+    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
     __slots__ = ("session",)

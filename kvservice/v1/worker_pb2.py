@@ -22,49 +22,88 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 from kvservice.v1 import types_pb2 as kvservice_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/worker.proto\x12\x0ckvservice.v1\x1a\x17google/rpc/status.proto\x1a\x18kvservice/v1/types.proto\"\x80\x01\n\x04Mask\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvservice.v1.MaskKind\x12\x13\n\x06window\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x63hunk\x18\x03 \x01(\x03\x12#\n\x05\x64\x65nse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.TensorB\t\n\x07_window\"\x8b\x01\n\nStepHeader\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x03\x12\'\n\x07padding\x18\x02 \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12/\n\x0c\x65vict_before\x18\x03 \x03(\x0b\x32\x19.kvservice.v1.EvictBefore\x12\x13\n\x0b\x66ollowed_by\x18\x04 \x01(\t\"0\n\x0b\x45victBefore\x12\x0e\n\x06window\x18\x01 \x01(\x03\x12\x11\n\tpositions\x18\x02 \x03(\x03\"n\n\rAttendRequest\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.AttendCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\xbe\x04\n\nAttendCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05layer\x18\x06 \x01(\x05\x12(\n\x06header\x18\x07 \x01(\x0b\x32\x18.kvservice.v1.StepHeader\x12\x1f\n\x01q\x18\x08 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01k\x18\t \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\n \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x11\n\tpositions\x18\x0b \x03(\x03\x12\x14\n\x0cquery_counts\x18\x0c \x03(\x03\x12\x17\n\x0fquery_positions\x18\r \x03(\x03\x12 \n\x04mask\x18\x0e \x01(\x0b\x32\x12.kvservice.v1.Mask\x12\x12\n\x05scale\x18\x0f \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07softcap\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12#\n\x05sinks\x18\x11 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\"\n\x04\x62ias\x18\x12 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x15\n\rcolumn_starts\x18\x13 \x03(\x03\x12\x0f\n\x07partial\x18\x14 \x01(\x08\x12\x12\n\ncapability\x18\x15 \x01(\x0c\x12\x14\n\x0ctrace_parent\x18\x16 \x01(\tB\x08\n\x06_scaleB\n\n\x08_softcap\"s\n\x0e\x41ttendResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1a.kvservice.v1.AttendResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\x88\x01\n\x0c\x41ttendResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x03out\x18\x03 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"l\n\x0cWriteRequest\x12\'\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x17.kvservice.v1.WriteCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\xb3\x02\n\tWriteCall\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\x1f\n\x01k\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0c\n\x04rows\x18\x07 \x03(\x05\x12\x11\n\tpositions\x18\x08 \x03(\x03\x12\'\n\x07padding\x18\t \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12\x12\n\ncapability\x18\n \x01(\x0c\x12\x0e\n\x06number\x18\x0b \x01(\x03\x12/\n\x0c\x65vict_before\x18\x0c \x03(\x0b\x32\x19.kvservice.v1.EvictBefore\" \n\rWriteResponse\x12\x0f\n\x07lengths\x18\x01 \x03(\x03\"\x85\x01\n\x0bReadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\r\n\x05start\x18\x05 \x01(\x03\x12\x0c\n\x04stop\x18\x06 \x01(\x03\x12\x12\n\ncapability\x18\x07 \x01(\x0c\"o\n\x0cReadResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.ReadResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"_\n\nReadResult\x12\x1f\n\x01k\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"9\n\x0fOpenLaneRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\x0c\"4\n\x10OpenLaneResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\r\n\x05token\x18\x02 \x01(\x0c*y\n\x08MaskKind\x12\x19\n\x15MASK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eMASK_KIND_FULL\x10\x01\x12\x14\n\x10MASK_KIND_CAUSAL\x10\x02\x12\x13\n\x0fMASK_KIND_CHUNK\x10\x03\x12\x13\n\x0fMASK_KIND_DENSE\x10\x04\x32\x92\t\n\x11PageWorkerService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12\x43\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1c.kvservice.v1.AppendResponse\x12:\n\x03Pop\x12\x18.kvservice.v1.PopRequest\x1a\x19.kvservice.v1.PopResponse\x12@\n\x05Reset\x12\x1a.kvservice.v1.ResetRequest\x1a\x1b.kvservice.v1.ResetResponse\x12\x43\n\x06Select\x12\x1b.kvservice.v1.SelectRequest\x1a\x1c.kvservice.v1.SelectResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x06\x41ttach\x12\x1b.kvservice.v1.AttachRequest\x1a\x1c.kvservice.v1.AttachResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12O\n\nRenewLease\x12\x1f.kvservice.v1.RenewLeaseRequest\x1a .kvservice.v1.RenewLeaseResponse\x12O\n\nGetSession\x12\x1f.kvservice.v1.GetSessionRequest\x1a .kvservice.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvservice.v1.ListSessionsRequest\x1a\".kvservice.v1.ListSessionsResponse\x12L\n\tPageStats\x12\x1e.kvservice.v1.PageStatsRequest\x1a\x1f.kvservice.v1.PageStatsResponse\x12G\n\x06\x41ttend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse(\x01\x30\x01\x12\x42\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse(\x01\x12?\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponse0\x01\x12I\n\x08OpenLane\x12\x1d.kvservice.v1.OpenLaneRequest\x1a\x1e.kvservice.v1.OpenLaneResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/worker.proto\x12\x0ckvservice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\x1a\x18kvservice/v1/types.proto\"\x80\x01\n\x04Mask\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.kvservice.v1.MaskKind\x12\x13\n\x06window\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05\x63hunk\x18\x03 \x01(\x03\x12#\n\x05\x64\x65nse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.TensorB\t\n\x07_window\"\x8b\x01\n\nStepHeader\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x03\x12\'\n\x07padding\x18\x02 \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12/\n\x0c\x65vict_before\x18\x03 \x03(\x0b\x32\x19.kvservice.v1.EvictBefore\x12\x13\n\x0b\x66ollowed_by\x18\x04 \x01(\t\"0\n\x0b\x45victBefore\x12\x0e\n\x06window\x18\x01 \x01(\x03\x12\x11\n\tpositions\x18\x02 \x03(\x03\"n\n\rAttendRequest\x12(\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.AttendCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\xbe\x04\n\nAttendCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05layer\x18\x06 \x01(\x05\x12(\n\x06header\x18\x07 \x01(\x0b\x32\x18.kvservice.v1.StepHeader\x12\x1f\n\x01q\x18\x08 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01k\x18\t \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\n \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x11\n\tpositions\x18\x0b \x03(\x03\x12\x14\n\x0cquery_counts\x18\x0c \x03(\x03\x12\x17\n\x0fquery_positions\x18\r \x03(\x03\x12 \n\x04mask\x18\x0e \x01(\x0b\x32\x12.kvservice.v1.Mask\x12\x12\n\x05scale\x18\x0f \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07softcap\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12#\n\x05sinks\x18\x11 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\"\n\x04\x62ias\x18\x12 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x15\n\rcolumn_starts\x18\x13 \x03(\x03\x12\x0f\n\x07partial\x18\x14 \x01(\x08\x12\x12\n\ncapability\x18\x15 \x01(\x0c\x12\x14\n\x0ctrace_parent\x18\x16 \x01(\tB\x08\n\x06_scaleB\n\n\x08_softcap\"s\n\x0e\x41ttendResponse\x12,\n\x06result\x18\x01 \x01(\x0b\x32\x1a.kvservice.v1.AttendResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\x88\x01\n\x0c\x41ttendResult\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x03out\x18\x03 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"l\n\x0cWriteRequest\x12\'\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x17.kvservice.v1.WriteCallH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"\xb3\x02\n\tWriteCall\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\x1f\n\x01k\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0c\n\x04rows\x18\x07 \x03(\x05\x12\x11\n\tpositions\x18\x08 \x03(\x03\x12\'\n\x07padding\x18\t \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12\x12\n\ncapability\x18\n \x01(\x0c\x12\x0e\n\x06number\x18\x0b \x01(\x03\x12/\n\x0c\x65vict_before\x18\x0c \x03(\x0b\x32\x19.kvservice.v1.EvictBefore\" \n\rWriteResponse\x12\x0f\n\x07lengths\x18\x01 \x03(\x03\"\x85\x01\n\x0bReadRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\r\n\x05layer\x18\x04 \x01(\x05\x12\r\n\x05start\x18\x05 \x01(\x03\x12\x0c\n\x04stop\x18\x06 \x01(\x03\x12\x12\n\ncapability\x18\x07 \x01(\x0c\"o\n\x0cReadResponse\x12*\n\x06result\x18\x01 \x01(\x0b\x32\x18.kvservice.v1.ReadResultH\x00\x12*\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x16.kvservice.v1.FragmentH\x00\x42\x07\n\x05\x66rame\"_\n\nReadResult\x12\x1f\n\x01k\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"9\n\x0fOpenLaneRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ncapability\x18\x02 \x01(\x0c\"4\n\x10OpenLaneResponse\x12\x11\n\taddresses\x18\x01 \x03(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"S\n\x14\x46ollowSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\ncapability\x18\x03 \x01(\x0c\"t\n\x15\x46ollowSessionResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x12\n\ncapability\x18\x04 \x01(\x0c\x12\x0e\n\x06ticket\x18\x05 \x01(\x03\"\xc4\x01\n\x12PullSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07move_id\x18\x04 \x01(\t\x12\x18\n\x10source_worker_id\x18\x05 \x01(\t\x12\x16\n\x0esource_address\x18\x06 \x01(\t\x12\x1a\n\x12source_incarnation\x18\x07 \x01(\t\x12\x16\n\x0esource_is_dead\x18\x08 \x01(\x08\"S\n\x13PullSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvservice.v1.Session\x12\x14\n\x0c\x63opied_bytes\x18\x02 \x01(\x03\"y\n\x10\x43opyStateRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06\x63opier\x18\x04 \x01(\t\x12\x0c\n\x04\x63opy\x18\x05 \x01(\x03\x12\x0e\n\x06\x66reeze\x18\x06 \x01(\x08\"\\\n\x11\x43opyStateResponse\x12\x0c\n\x04\x63opy\x18\x01 \x01(\x03\x12\x0e\n\x06ticket\x18\x02 \x01(\x03\x12)\n\x05state\x18\x03 \x01(\x0b\x32\x1a.kvservice.v1.SessionState\"\xfd\x04\n\x0cSessionState\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.kvservice.v1.SessionSpec\x12\x11\n\trow_count\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12+\n\x06origin\x18\x04 \x01(\x0b\x32\x1b.kvservice.v1.SessionOrigin\x12\x13\n\x0blast_change\x18\x05 \x01(\t\x12\x1a\n\x12last_change_values\x18\x06 \x03(\x03\x12\x11\n\tlast_step\x18\x07 \x01(\x03\x12%\n\x04step\x18\x08 \x01(\x0b\x32\x17.kvservice.v1.StepState\x12\x16\n\x0e\x62\x65gins_at_zero\x18\t \x01(\x08\x12\x0e\n\x06starts\x18\n \x03(\x03\x12(\n\x06layers\x18\x0b \x03(\x0b\x32\x18.kvservice.v1.LayerState\x12(\n\x06groups\x18\x0c \x03(\x0b\x32\x18.kvservice.v1.GroupState\x12\'\n\x07padding\x18\r \x03(\x0b\x32\x16.kvservice.v1.RowRange\x12\x0f\n\x07targets\x18\x0e \x03(\x03\x12\x13\n\x0b\x66ollowed_by\x18\x0f \x01(\t\x12\x12\n\nlast_write\x18\x10 \x01(\x03\x12\x10\n\x08replaces\x18\x11 \x03(\t\x12\'\n\x04left\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0crefused_step\x18\x13 \x01(\x0b\x32\x19.kvservice.v1.RefusedCall\x12\x30\n\rrefused_write\x18\x14 \x01(\x0b\x32\x19.kvservice.v1.RefusedCall\x12\r\n\x05group\x18\x15 \x01(\x05\"@\n\x0bRefusedCall\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\"x\n\rSessionOrigin\x12\x31\n\x08\x61llocate\x18\x01 \x01(\x0b\x32\x1d.kvservice.v1.AllocateRequestH\x00\x12)\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x19.kvservice.v1.ForkRequestH\x00\x42\t\n\x07request\"\x88\x01\n\tStepState\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12(\n\x06header\x18\x02 \x01(\x0b\x32\x18.kvservice.v1.StepHeader\x12\x11\n\tpositions\x18\x03 \x03(\x03\x12.\n\x08\x61ppended\x18\x04 \x03(\x0b\x32\x1c.kvservice.v1.LayerPositions\"2\n\x0eLayerPositions\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x11\n\tpositions\x18\x02 \x03(\x03\"[\n\nLayerState\x12\r\n\x05layer\x18\x01 \x01(\x05\x12-\n\x08geometry\x18\x02 \x01(\x0b\x32\x1b.kvservice.v1.LayerGeometry\x12\x0f\n\x07lengths\x18\x03 \x03(\x03\"\x9e\x01\n\nGroupState\x12\x13\n\x06window\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06in_use\x18\x02 \x01(\x08\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.kvservice.v1.RowPages\x12\x0f\n\x07\x65victed\x18\x04 \x03(\x03\x12\x15\n\rwritten_pages\x18\x05 \x03(\r\x12\x12\n\nwritten_at\x18\x06 \x03(\x03\x42\t\n\x07_window\"\x19\n\x08RowPages\x12\r\n\x05pages\x18\x01 \x03(\r\"\x98\x01\n\x10\x43opyPagesRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04\x63opy\x18\x04 \x01(\x03\x12\x13\n\x06window\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06layers\x18\x06 \x03(\x05\x12\r\n\x05pages\x18\x07 \x03(\rB\t\n\x07_window\"Q\n\x11\x43opyPagesResponse\x12\x12\n\nwritten_at\x18\x01 \x03(\x03\x12(\n\x06layers\x18\x02 \x03(\x0b\x32\x18.kvservice.v1.LayerPages\"]\n\nLayerPages\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x1f\n\x01k\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x1f\n\x01v\x18\x03 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"\xb4\x01\n\x0fHandOverRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06ticket\x18\x04 \x01(\x03\x12\x11\n\tworker_id\x18\x05 \x01(\t\x12\x16\n\x0eworker_address\x18\x06 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x07 \x01(\t\x12\x11\n\tconfirmed\x18\x08 \x01(\x08\"\x12\n\x10HandOverResponse*y\n\x08MaskKind\x12\x19\n\x15MASK_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eMASK_KIND_FULL\x10\x01\x12\x14\n\x10MASK_KIND_CAUSAL\x10\x02\x12\x13\n\x0fMASK_KIND_CHUNK\x10\x03\x12\x13\n\x0fMASK_KIND_DENSE\x10\x04\x32\xa7\x0c\n\x11PageWorkerService\x12I\n\x08\x41llocate\x12\x1d.kvservice.v1.AllocateRequest\x1a\x1e.kvservice.v1.AllocateResponse\x12\x43\n\x06\x41ppend\x12\x1b.kvservice.v1.AppendRequest\x1a\x1c.kvservice.v1.AppendResponse\x12:\n\x03Pop\x12\x18.kvservice.v1.PopRequest\x1a\x19.kvservice.v1.PopResponse\x12@\n\x05Reset\x12\x1a.kvservice.v1.ResetRequest\x1a\x1b.kvservice.v1.ResetResponse\x12\x43\n\x06Select\x12\x1b.kvservice.v1.SelectRequest\x1a\x1c.kvservice.v1.SelectResponse\x12=\n\x04\x46ork\x12\x19.kvservice.v1.ForkRequest\x1a\x1a.kvservice.v1.ForkResponse\x12\x43\n\x06\x41ttach\x12\x1b.kvservice.v1.AttachRequest\x1a\x1c.kvservice.v1.AttachResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12O\n\nRenewLease\x12\x1f.kvservice.v1.RenewLeaseRequest\x1a .kvservice.v1.RenewLeaseResponse\x12O\n\nGetSession\x12\x1f.kvservice.v1.GetSessionRequest\x1a .kvservice.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvservice.v1.ListSessionsRequest\x1a\".kvservice.v1.ListSessionsResponse\x12L\n\tPageStats\x12\x1e.kvservice.v1.PageStatsRequest\x1a\x1f.kvservice.v1.PageStatsResponse\x12G\n\x06\x41ttend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse(\x01\x30\x01\x12\x42\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse(\x01\x12?\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponse0\x01\x12I\n\x08OpenLane\x12\x1d.kvservice.v1.OpenLaneRequest\x1a\x1e.kvservice.v1.OpenLaneResponse\x12X\n\rFollowSession\x12\".kvservice.v1.FollowSessionRequest\x1a#.kvservice.v1.FollowSessionResponse\x12R\n\x0bPullSession\x12 .kvservice.v1.PullSessionRequest\x1a!.kvservice.v1.PullSessionResponse\x12L\n\tCopyState\x12\x1e.kvservice.v1.CopyStateRequest\x1a\x1f.kvservice.v1.CopyStateResponse\x12L\n\tCopyPages\x12\x1e.kvservice.v1.CopyPagesRequest\x1a\x1f.kvservice.v1.CopyPagesResponse\x12I\n\x08HandOver\x12\x1d.kvservice.v1.HandOverRequest\x1a\x1e.kvservice.v1.HandOverResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MASKKIND']._serialized_start=2275
-  _globals['_MASKKIND']._serialized_end=2396
-  _globals['_MASK']._serialized_start=95
-  _globals['_MASK']._serialized_end=223
-  _globals['_STEPHEADER']._serialized_start=226
-  _globals['_STEPHEADER']._serialized_end=365
-  _globals['_EVICTBEFORE']._serialized_start=367
-  _globals['_EVICTBEFORE']._serialized_end=415
-  _globals['_ATTENDREQUEST']._serialized_start=417
-  _globals['_ATTENDREQUEST']._serialized_end=527
-  _globals['_ATTENDCALL']._serialized_start=530
-  _globals['_ATTENDCALL']._serialized_end=1104
-  _globals['_ATTENDRESPONSE']._serialized_start=1106
-  _globals['_ATTENDRESPONSE']._serialized_end=1221
-  _globals['_ATTENDRESULT']._serialized_start=1224
-  _globals['_ATTENDRESULT']._serialized_end=1360
-  _globals['_WRITEREQUEST']._serialized_start=1362
-  _globals['_WRITEREQUEST']._serialized_end=1470
-  _globals['_WRITECALL']._serialized_start=1473
-  _globals['_WRITECALL']._serialized_end=1780
-  _globals['_WRITERESPONSE']._serialized_start=1782
-  _globals['_WRITERESPONSE']._serialized_end=1814
-  _globals['_READREQUEST']._serialized_start=1817
-  _globals['_READREQUEST']._serialized_end=1950
-  _globals['_READRESPONSE']._serialized_start=1952
-  _globals['_READRESPONSE']._serialized_end=2063
-  _globals['_READRESULT']._serialized_start=2065
-  _globals['_READRESULT']._serialized_end=2160
-  _globals['_OPENLANEREQUEST']._serialized_start=2162
-  _globals['_OPENLANEREQUEST']._serialized_end=2219
-  _globals['_OPENLANERESPONSE']._serialized_start=2221
-  _globals['_OPENLANERESPONSE']._serialized_end=2273
-  _globals['_PAGEWORKERSERVICE']._serialized_start=2399
-  _globals['_PAGEWORKERSERVICE']._serialized_end=3569
+  _globals['_MASKKIND']._serialized_start=4847
+  _globals['_MASKKIND']._serialized_end=4968
+  _globals['_MASK']._serialized_start=127
+  _globals['_MASK']._serialized_end=255
+  _globals['_STEPHEADER']._serialized_start=258
+  _globals['_STEPHEADER']._serialized_end=397
+  _globals['_EVICTBEFORE']._serialized_start=399
+  _globals['_EVICTBEFORE']._serialized_end=447
+  _globals['_ATTENDREQUEST']._serialized_start=449
+  _globals['_ATTENDREQUEST']._serialized_end=559
+  _globals['_ATTENDCALL']._serialized_start=562
+  _globals['_ATTENDCALL']._serialized_end=1136
+  _globals['_ATTENDRESPONSE']._serialized_start=1138
+  _globals['_ATTENDRESPONSE']._serialized_end=1253
+  _globals['_ATTENDRESULT']._serialized_start=1256
+  _globals['_ATTENDRESULT']._serialized_end=1392
+  _globals['_WRITEREQUEST']._serialized_start=1394
+  _globals['_WRITEREQUEST']._serialized_end=1502
+  _globals['_WRITECALL']._serialized_start=1505
+  _globals['_WRITECALL']._serialized_end=1812
+  _globals['_WRITERESPONSE']._serialized_start=1814
+  _globals['_WRITERESPONSE']._serialized_end=1846
+  _globals['_READREQUEST']._serialized_start=1849
+  _globals['_READREQUEST']._serialized_end=1982
+  _globals['_READRESPONSE']._serialized_start=1984
+  _globals['_READRESPONSE']._serialized_end=2095
+  _globals['_READRESULT']._serialized_start=2097
+  _globals['_READRESULT']._serialized_end=2192
+  _globals['_OPENLANEREQUEST']._serialized_start=2194
+  _globals['_OPENLANEREQUEST']._serialized_end=2251
+  _globals['_OPENLANERESPONSE']._serialized_start=2253
+  _globals['_OPENLANERESPONSE']._serialized_end=2305
+  _globals['_FOLLOWSESSIONREQUEST']._serialized_start=2307
+  _globals['_FOLLOWSESSIONREQUEST']._serialized_end=2390
+  _globals['_FOLLOWSESSIONRESPONSE']._serialized_start=2392
+  _globals['_FOLLOWSESSIONRESPONSE']._serialized_end=2508
+  _globals['_PULLSESSIONREQUEST']._serialized_start=2511
+  _globals['_PULLSESSIONREQUEST']._serialized_end=2707
+  _globals['_PULLSESSIONRESPONSE']._serialized_start=2709
+  _globals['_PULLSESSIONRESPONSE']._serialized_end=2792
+  _globals['_COPYSTATEREQUEST']._serialized_start=2794
+  _globals['_COPYSTATEREQUEST']._serialized_end=2915
+  _globals['_COPYSTATERESPONSE']._serialized_start=2917
+  _globals['_COPYSTATERESPONSE']._serialized_end=3009
+  _globals['_SESSIONSTATE']._serialized_start=3012
+  _globals['_SESSIONSTATE']._serialized_end=3649
+  _globals['_REFUSEDCALL']._serialized_start=3651
+  _globals['_REFUSEDCALL']._serialized_end=3715
+  _globals['_SESSIONORIGIN']._serialized_start=3717
+  _globals['_SESSIONORIGIN']._serialized_end=3837
+  _globals['_STEPSTATE']._serialized_start=3840
+  _globals['_STEPSTATE']._serialized_end=3976
+  _globals['_LAYERPOSITIONS']._serialized_start=3978
+  _globals['_LAYERPOSITIONS']._serialized_end=4028
+  _globals['_LAYERSTATE']._serialized_start=4030
+  _globals['_LAYERSTATE']._serialized_end=4121
+  _globals['_GROUPSTATE']._serialized_start=4124
+  _globals['_GROUPSTATE']._serialized_end=4282
+  _globals['_ROWPAGES']._serialized_start=4284
+  _globals['_ROWPAGES']._serialized_end=4309
+  _globals['_COPYPAGESREQUEST']._serialized_start=4312
+  _globals['_COPYPAGESREQUEST']._serialized_end=4464
+  _globals['_COPYPAGESRESPONSE']._serialized_start=4466
+  _globals['_COPYPAGESRESPONSE']._serialized_end=4547
+  _globals['_LAYERPAGES']._serialized_start=4549
+  _globals['_LAYERPAGES']._serialized_end=4642
+  _globals['_HANDOVERREQUEST']._serialized_start=4645
+  _globals['_HANDOVERREQUEST']._serialized_end=4825
+  _globals['_HANDOVERRESPONSE']._serialized_start=4827
+  _globals['_HANDOVERRESPONSE']._serialized_end=4845
+  _globals['_PAGEWORKERSERVICE']._serialized_start=4971
+  _globals['_PAGEWORKERSERVICE']._serialized_end=6546
 # @@protoc_insertion_point(module_scope)

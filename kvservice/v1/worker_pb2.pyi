@@ -1,3 +1,4 @@
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.rpc import status_pb2 as _status_pb2
 from kvservice.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
@@ -223,3 +224,255 @@ class OpenLaneResponse(_message.Message):
     addresses: _containers.RepeatedScalarFieldContainer[str]
     token: bytes
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class FollowSessionRequest(_message.Message):
+    __slots__ = ("session_id", "incarnation", "capability")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    incarnation: str
+    capability: bytes
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
+
+class FollowSessionResponse(_message.Message):
+    __slots__ = ("worker_id", "address", "incarnation", "capability", "ticket")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    incarnation: str
+    capability: bytes
+    ticket: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class PullSessionRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "incarnation", "move_id", "source_worker_id", "source_address", "source_incarnation", "source_is_dead")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MOVE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_IS_DEAD_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    incarnation: str
+    move_id: str
+    source_worker_id: str
+    source_address: str
+    source_incarnation: str
+    source_is_dead: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., move_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., source_is_dead: bool = ...) -> None: ...
+
+class PullSessionResponse(_message.Message):
+    __slots__ = ("session", "copied_bytes")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session: _types_pb2.Session
+    copied_bytes: int
+    def __init__(self, session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ..., copied_bytes: _Optional[int] = ...) -> None: ...
+
+class CopyStateRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "incarnation", "copier", "copy", "freeze")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COPIER_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    FREEZE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    incarnation: str
+    copier: str
+    copy: int
+    freeze: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., copier: _Optional[str] = ..., copy: _Optional[int] = ..., freeze: bool = ...) -> None: ...
+
+class CopyStateResponse(_message.Message):
+    __slots__ = ("copy", "ticket", "state")
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    copy: int
+    ticket: int
+    state: SessionState
+    def __init__(self, copy: _Optional[int] = ..., ticket: _Optional[int] = ..., state: _Optional[_Union[SessionState, _Mapping]] = ...) -> None: ...
+
+class SessionState(_message.Message):
+    __slots__ = ("spec", "row_count", "epoch", "origin", "last_change", "last_change_values", "last_step", "step", "begins_at_zero", "starts", "layers", "groups", "padding", "targets", "followed_by", "last_write", "replaces", "left", "refused_step", "refused_write", "group")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHANGE_VALUES_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_AT_ZERO_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
+    LAST_WRITE_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_STEP_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_WRITE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.SessionSpec
+    row_count: int
+    epoch: int
+    origin: SessionOrigin
+    last_change: str
+    last_change_values: _containers.RepeatedScalarFieldContainer[int]
+    last_step: int
+    step: StepState
+    begins_at_zero: bool
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerState]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupState]
+    padding: _containers.RepeatedCompositeFieldContainer[_types_pb2.RowRange]
+    targets: _containers.RepeatedScalarFieldContainer[int]
+    followed_by: str
+    last_write: int
+    replaces: _containers.RepeatedScalarFieldContainer[str]
+    left: _duration_pb2.Duration
+    refused_step: RefusedCall
+    refused_write: RefusedCall
+    group: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.SessionSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., epoch: _Optional[int] = ..., origin: _Optional[_Union[SessionOrigin, _Mapping]] = ..., last_change: _Optional[str] = ..., last_change_values: _Optional[_Iterable[int]] = ..., last_step: _Optional[int] = ..., step: _Optional[_Union[StepState, _Mapping]] = ..., begins_at_zero: bool = ..., starts: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., targets: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ..., last_write: _Optional[int] = ..., replaces: _Optional[_Iterable[str]] = ..., left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refused_step: _Optional[_Union[RefusedCall, _Mapping]] = ..., refused_write: _Optional[_Union[RefusedCall, _Mapping]] = ..., group: _Optional[int] = ...) -> None: ...
+
+class RefusedCall(_message.Message):
+    __slots__ = ("number", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    error: _status_pb2.Status
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class SessionOrigin(_message.Message):
+    __slots__ = ("allocate", "fork")
+    ALLOCATE_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    allocate: _types_pb2.AllocateRequest
+    fork: _types_pb2.ForkRequest
+    def __init__(self, allocate: _Optional[_Union[_types_pb2.AllocateRequest, _Mapping]] = ..., fork: _Optional[_Union[_types_pb2.ForkRequest, _Mapping]] = ...) -> None: ...
+
+class StepState(_message.Message):
+    __slots__ = ("number", "header", "positions", "appended")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    header: StepHeader
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    appended: _containers.RepeatedCompositeFieldContainer[LayerPositions]
+    def __init__(self, number: _Optional[int] = ..., header: _Optional[_Union[StepHeader, _Mapping]] = ..., positions: _Optional[_Iterable[int]] = ..., appended: _Optional[_Iterable[_Union[LayerPositions, _Mapping]]] = ...) -> None: ...
+
+class LayerPositions(_message.Message):
+    __slots__ = ("layer", "positions")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., positions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LayerState(_message.Message):
+    __slots__ = ("layer", "geometry", "lengths")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    geometry: _types_pb2.LayerGeometry
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., geometry: _Optional[_Union[_types_pb2.LayerGeometry, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GroupState(_message.Message):
+    __slots__ = ("window", "in_use", "rows", "evicted", "written_pages", "written_at")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    IN_USE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    in_use: bool
+    rows: _containers.RepeatedCompositeFieldContainer[RowPages]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    written_pages: _containers.RepeatedScalarFieldContainer[int]
+    written_at: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, window: _Optional[int] = ..., in_use: bool = ..., rows: _Optional[_Iterable[_Union[RowPages, _Mapping]]] = ..., evicted: _Optional[_Iterable[int]] = ..., written_pages: _Optional[_Iterable[int]] = ..., written_at: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RowPages(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CopyPagesRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "incarnation", "copy", "window", "layers", "pages")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    incarnation: str
+    copy: int
+    window: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., copy: _Optional[int] = ..., window: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CopyPagesResponse(_message.Message):
+    __slots__ = ("written_at", "layers")
+    WRITTEN_AT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    written_at: _containers.RepeatedScalarFieldContainer[int]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPages]
+    def __init__(self, written_at: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[LayerPages, _Mapping]]] = ...) -> None: ...
+
+class LayerPages(_message.Message):
+    __slots__ = ("layer", "k", "v")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    V_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    k: _types_pb2.Tensor
+    v: _types_pb2.Tensor
+    def __init__(self, layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "incarnation", "ticket", "worker_id", "worker_address", "worker_incarnation", "confirmed")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    incarnation: str
+    ticket: int
+    worker_id: str
+    worker_address: str
+    worker_incarnation: str
+    confirmed: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[int] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., worker_incarnation: _Optional[str] = ..., confirmed: bool = ...) -> None: ...
+
+class HandOverResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

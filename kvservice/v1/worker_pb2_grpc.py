@@ -130,6 +130,31 @@ class PageWorkerServiceStub(object):
                 request_serializer=kvservice_dot_v1_dot_worker__pb2.OpenLaneRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_worker__pb2.OpenLaneResponse.FromString,
                 _registered_method=True)
+        self.FollowSession = channel.unary_unary(
+                '/kvservice.v1.PageWorkerService/FollowSession',
+                request_serializer=kvservice_dot_v1_dot_worker__pb2.FollowSessionRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_worker__pb2.FollowSessionResponse.FromString,
+                _registered_method=True)
+        self.PullSession = channel.unary_unary(
+                '/kvservice.v1.PageWorkerService/PullSession',
+                request_serializer=kvservice_dot_v1_dot_worker__pb2.PullSessionRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_worker__pb2.PullSessionResponse.FromString,
+                _registered_method=True)
+        self.CopyState = channel.unary_unary(
+                '/kvservice.v1.PageWorkerService/CopyState',
+                request_serializer=kvservice_dot_v1_dot_worker__pb2.CopyStateRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_worker__pb2.CopyStateResponse.FromString,
+                _registered_method=True)
+        self.CopyPages = channel.unary_unary(
+                '/kvservice.v1.PageWorkerService/CopyPages',
+                request_serializer=kvservice_dot_v1_dot_worker__pb2.CopyPagesRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_worker__pb2.CopyPagesResponse.FromString,
+                _registered_method=True)
+        self.HandOver = channel.unary_unary(
+                '/kvservice.v1.PageWorkerService/HandOver',
+                request_serializer=kvservice_dot_v1_dot_worker__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_worker__pb2.HandOverResponse.FromString,
+                _registered_method=True)
 
 
 class PageWorkerServiceServicer(object):
@@ -298,6 +323,58 @@ class PageWorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowSession(self, request, context):
+        """Says where a session has gone that was moved from here: what to do after SESSION_MOVED.
+        Errors: SESSION_NOT_FOUND (also of one that is here)
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullSession(self, request, context):
+        """Takes a session over from another worker, page by page, while it is used there.
+
+        For the manager alone, as the next three are for workers. Answers at once how far it is; the
+        same call again asks, and is told how it has ended. What fails has changed nothing.
+
+        Errors:
+        SESSION_NOT_FOUND, STALE_WORKER  of the worker it is taken from
+        ALREADY_EXISTS     this worker holds (a part of) it
+        CONFLICT           another move of it is under way, or it changes too fast to be copied
+        OUT_OF_PAGES, TOO_MANY_SESSIONS, QUOTA_EXCEEDED, DRAINING
+        UNAVAILABLE        the other worker does not answer
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyState(self, request, context):
+        """Says what a session is made of, all but the contents of its pages.
+        Errors: CONFLICT (another copy of it is being made), SESSION_MOVED
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyPages(self, request, context):
+        """Returns pages of a session, with keys and values of some layers.
+        Errors: CONFLICT (the copy has been given up), SESSION_MOVED
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HandOver(self, request, context):
+        """Makes another worker the one that holds a session, which has been frozen for it.
+
+        This is the one moment at which a move happens. Repeat-safe by the ticket.
+
+        Errors: CONFLICT (it is not frozen any more, or never was by this ticket), SESSION_MOVED
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PageWorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -380,6 +457,31 @@ def add_PageWorkerServiceServicer_to_server(servicer, server):
                     servicer.OpenLane,
                     request_deserializer=kvservice_dot_v1_dot_worker__pb2.OpenLaneRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_worker__pb2.OpenLaneResponse.SerializeToString,
+            ),
+            'FollowSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.FollowSession,
+                    request_deserializer=kvservice_dot_v1_dot_worker__pb2.FollowSessionRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_worker__pb2.FollowSessionResponse.SerializeToString,
+            ),
+            'PullSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.PullSession,
+                    request_deserializer=kvservice_dot_v1_dot_worker__pb2.PullSessionRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_worker__pb2.PullSessionResponse.SerializeToString,
+            ),
+            'CopyState': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyState,
+                    request_deserializer=kvservice_dot_v1_dot_worker__pb2.CopyStateRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_worker__pb2.CopyStateResponse.SerializeToString,
+            ),
+            'CopyPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyPages,
+                    request_deserializer=kvservice_dot_v1_dot_worker__pb2.CopyPagesRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_worker__pb2.CopyPagesResponse.SerializeToString,
+            ),
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=kvservice_dot_v1_dot_worker__pb2.HandOverRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_worker__pb2.HandOverResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -829,6 +931,141 @@ class PageWorkerService(object):
             '/kvservice.v1.PageWorkerService/OpenLane',
             kvservice_dot_v1_dot_worker__pb2.OpenLaneRequest.SerializeToString,
             kvservice_dot_v1_dot_worker__pb2.OpenLaneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.PageWorkerService/FollowSession',
+            kvservice_dot_v1_dot_worker__pb2.FollowSessionRequest.SerializeToString,
+            kvservice_dot_v1_dot_worker__pb2.FollowSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.PageWorkerService/PullSession',
+            kvservice_dot_v1_dot_worker__pb2.PullSessionRequest.SerializeToString,
+            kvservice_dot_v1_dot_worker__pb2.PullSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.PageWorkerService/CopyState',
+            kvservice_dot_v1_dot_worker__pb2.CopyStateRequest.SerializeToString,
+            kvservice_dot_v1_dot_worker__pb2.CopyStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.PageWorkerService/CopyPages',
+            kvservice_dot_v1_dot_worker__pb2.CopyPagesRequest.SerializeToString,
+            kvservice_dot_v1_dot_worker__pb2.CopyPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.PageWorkerService/HandOver',
+            kvservice_dot_v1_dot_worker__pb2.HandOverRequest.SerializeToString,
+            kvservice_dot_v1_dot_worker__pb2.HandOverResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,7 +69,7 @@ def attend_call_from_pb(pb: worker_pb2.AttendCall) -> core.AttendCall:
         mask=_mask_from_pb(pb.mask),
         k=k,
         v=v,
-        header=_header_from_pb(pb.header) if pb.HasField("header") else None,
+        header=header_from_pb(pb.header) if pb.HasField("header") else None,
         positions=not_negative(pb.positions, "positions"),
         query_counts=not_negative(pb.query_counts, "query_counts"),
         query_positions=not_negative(pb.query_positions, "query_positions"),
@@ -92,7 +92,7 @@ def attend_call_to_pb(
         epoch=call.epoch,
         step=call.step,
         layer=call.layer,
-        header=None if call.header is None else _header_to_pb(call.header),
+        header=None if call.header is None else header_to_pb(call.header),
         q=tensor_to_pb(call.q),
         k=_find_tensor_pb(call.k),
         v=_find_tensor_pb(call.v),
@@ -176,7 +176,7 @@ def _mask_to_pb(mask: core.Mask) -> worker_pb2.Mask:
     )
 
 
-def _header_from_pb(pb: worker_pb2.StepHeader) -> core.StepHeader:
+def header_from_pb(pb: worker_pb2.StepHeader) -> core.StepHeader:
     return core.StepHeader(
         counts=not_negative(pb.counts, "counts"),
         padding=padding_from_pb(pb.padding) if pb.padding else (),
@@ -185,7 +185,7 @@ def _header_from_pb(pb: worker_pb2.StepHeader) -> core.StepHeader:
     )
 
 
-def _header_to_pb(header: core.StepHeader) -> worker_pb2.StepHeader:
+def header_to_pb(header: core.StepHeader) -> worker_pb2.StepHeader:
     return worker_pb2.StepHeader(
         counts=header.counts,
         padding=padding_to_pb(header.padding),

@@ -147,11 +147,11 @@ def spec_to_pb(spec: core.SessionSpec) -> types_pb2.SessionSpec:
 def _layer_from_pb(pb: types_pb2.LayerSpec, name: str) -> LayerSpec:
     return LayerSpec(
         window=pb.window if pb.HasField("window") else None,
-        geometry=_geometry_from_pb(pb.geometry, name) if pb.HasField("geometry") else None,
+        geometry=geometry_from_pb(pb.geometry, name) if pb.HasField("geometry") else None,
     )
 
 
-def _geometry_from_pb(pb: types_pb2.LayerGeometry, name: str) -> LayerGeometry:
+def geometry_from_pb(pb: types_pb2.LayerGeometry, name: str) -> LayerGeometry:
     dtype = dtype_from_pb(pb.dtype, f"{name}.geometry")
     return LayerGeometry(pb.kv_head_count, pb.k_dim, pb.v_dim, dtype)
 
@@ -159,11 +159,17 @@ def _geometry_from_pb(pb: types_pb2.LayerGeometry, name: str) -> LayerGeometry:
 def _layer_to_pb(layer: LayerSpec) -> types_pb2.LayerSpec:
     pb = types_pb2.LayerSpec(window=layer.window)
     if layer.geometry is not None:
-        pb.geometry.kv_head_count = layer.geometry.num_kv_heads
-        pb.geometry.k_dim = layer.geometry.k_dim
-        pb.geometry.v_dim = layer.geometry.v_dim
-        pb.geometry.dtype = dtype_to_pb(layer.geometry.dtype)
+        pb.geometry.CopyFrom(geometry_to_pb(layer.geometry))
     return pb
+
+
+def geometry_to_pb(geometry: LayerGeometry) -> types_pb2.LayerGeometry:
+    return types_pb2.LayerGeometry(
+        kv_head_count=geometry.num_kv_heads,
+        k_dim=geometry.k_dim,
+        v_dim=geometry.v_dim,
+        dtype=dtype_to_pb(geometry.dtype),
+    )
 
 
 # Padding
@@ -197,6 +203,7 @@ def extent_to_pb(extent: core.Extent) -> types_pb2.Extent:
         followed_by=extent.followed_by,
         capability=extent.capability,
         group=extent.group,
+        replaces=extent.replaces,
     )
 
 
@@ -213,6 +220,7 @@ def extent_from_pb(pb: types_pb2.Extent) -> core.Extent:
         incarnation_from_pb(pb.followed_by),
         pb.capability,
         not_negative([pb.group], "group")[0],
+        tuple(incarnation_from_pb(one) for one in pb.replaces),
     )
 
 
@@ -285,6 +293,10 @@ def stats_to_pb(stats: core.WorkerStats) -> types_pb2.WorkerStats:
         attention_seconds=_distribution_to_pb(stats.attention_seconds),
         attention_rows=_distribution_to_pb(stats.attention_rows),
         session_pages=_distribution_to_pb(stats.session_pages),
+        moves=_counts_to_pb(stats.moves),
+        moved_bytes=stats.moved_bytes,
+        handover_seconds=_distribution_to_pb(stats.handover_seconds),
+        arriving_count=stats.num_arriving,
     )
 
 
@@ -314,6 +326,10 @@ def stats_from_pb(pb: types_pb2.WorkerStats) -> core.WorkerStats:
         attention_seconds=_distribution_from_pb(pb.attention_seconds),
         attention_rows=_distribution_from_pb(pb.attention_rows),
         session_pages=_distribution_from_pb(pb.session_pages),
+        moves={item.reason: item.count for item in pb.moves},
+        moved_bytes=pb.moved_bytes,
+        handover_seconds=_distribution_from_pb(pb.handover_seconds),
+        num_arriving=pb.arriving_count,
     )
 
 

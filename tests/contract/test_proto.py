@@ -23,7 +23,8 @@ SHARED_VERBS = {
     "GetSession", "ListSessions", "PageStats",
 }  # fmt: skip
 MANAGER_VERBS = SHARED_VERBS | {"ListWorkers", "DrainWorker", "MoveSession", "Heartbeat"}
-WORKER_VERBS = SHARED_VERBS | {"Attend", "Write", "Read", "OpenLane"}
+WORKER_VERBS = SHARED_VERBS | {"Attend", "Write", "Read", "OpenLane", "FollowSession"}
+WORKER_VERBS |= {"PullSession", "CopyState", "CopyPages", "HandOver"}
 
 MANAGER = manager_pb2.DESCRIPTOR.services_by_name["PageManagerService"]
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["PageWorkerService"]

@@ -280,7 +280,17 @@ def test_repeats_change_nothing_and_others_are_refused(one: Cluster) -> None:
             manager_pb2.DrainWorkerRequest(worker_id="w0", timeout=Duration(seconds=-1)),
             errors.InvalidRequest,
         ),
-        ("MoveSession", manager_pb2.MoveSessionRequest(), errors.Unimplemented),
+        ("MoveSession", manager_pb2.MoveSessionRequest(worker_id="w"), errors.InvalidRequest),
+        (
+            "MoveSession",
+            manager_pb2.MoveSessionRequest(session_id=str(uuid.uuid4())),
+            errors.InvalidRequest,
+        ),
+        (
+            "MoveSession",
+            manager_pb2.MoveSessionRequest(session_id=str(uuid.uuid4()), worker_id="w"),
+            errors.SessionNotFound,
+        ),
         ("ListSessions", types_pb2.ListSessionsRequest(page_size=-1), errors.InvalidRequest),
         ("ListSessions", types_pb2.ListSessionsRequest(page_token="x"), errors.InvalidRequest),
         ("Release", types_pb2.ReleaseRequest(), errors.InvalidRequest),

@@ -27,7 +27,13 @@ from kvservice.v1 import manager_pb2, types_pb2, worker_pb2
 from kvservice.wire import calls, convert
 from kvservice.wire.names import WORKER
 from kvservice.wire.tensors import from_numpy
-from kvservice_workers.counters import DISCREPANCIES, FAILURE_REASONS, FREE_REASONS, REPLAYED
+from kvservice_workers.counters import (
+    DISCREPANCIES,
+    FAILURE_REASONS,
+    FREE_REASONS,
+    MOVED,
+    REPLAYED,
+)
 from tests.page_model import PAGE_SIZE, PageModel
 from tests.serving import (
     DIM,
@@ -200,6 +206,8 @@ class Workload:
             "read_bytes_total": model.read_bytes,
             "lease_expirations_total": model.expirations,
             "stale_epoch_rejections_total": model.stale_epochs,
+            "moved_bytes_total": 0,
+            "arriving_sessions": 0,
         }
         found = {f"kvservice_{name}{{{worker}}}": value for name, value in numbers.items()}
         states = {"used": model.used, "reserved": reserved, "free": pool.free_pages}
@@ -225,6 +233,7 @@ class Workload:
             ("page_frees", "reason", FREE_REASONS, model.frees),
             ("allocation_failures", "reason", FAILURE_REASONS, model.failures),
             ("idempotent_replays", "method", REPLAYED, model.replays),
+            ("moves", "result", MOVED, Counter[str]()),
             ("reconcile_discrepancies", "kind", DISCREPANCIES, Counter[str]()),
         ):
             for value in known:
@@ -234,6 +243,7 @@ class Workload:
         found |= buckets("attention_duration_seconds", SECONDS, [0.0] * len(rows), device="cpu")
         found |= buckets("attention_batch_size", POWERS, rows)
         found |= buckets("session_pages", POWERS, model.ended_pages)
+        found |= buckets("handover_duration_seconds", SECONDS, [])
         for code, number in self.answered.items():
             labels = f'grpc_code="{code}",grpc_method="Attend",grpc_service="{WORKER.full_name}"'
             found[f"kvservice_stream_calls_total{{{labels}}}"] = number
@@ -501,6 +511,8 @@ def exported(stats: WorkerStats) -> dict[str, float]:
         "stale_epoch_rejections_total": stats.stale_epochs,
         "attention_batch_size_count": stats.attention_rows.num_values,
         "session_pages_count": stats.session_pages.num_values,
+        "moved_bytes_total": stats.moved_bytes,
+        "handover_duration_seconds_count": stats.handover_seconds.num_values,
     }
     found = {f"kvservice_{name}{{{worker}}}": float(value) for name, value in numbers.items()}
     for pool in stats.pools:
@@ -514,6 +526,7 @@ def exported(stats: WorkerStats) -> dict[str, float]:
         ("page_frees", "reason", stats.page_frees),
         ("allocation_failures", "reason", stats.allocation_failures),
         ("idempotent_replays", "method", stats.replays),
+        ("moves", "result", stats.moves),
         ("reconcile_discrepancies", "kind", stats.page_discrepancies),
     ):
         for value, number in counts.items():

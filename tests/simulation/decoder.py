@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvservice.core.errors import (
     CapacityError,
     DeadlineExceeded,
+    Draining,
     InternalError,
     KVServiceError,
     PagesLost,
@@ -282,7 +283,7 @@ class Decoder:
         """Make a call that changes nothing here; after an error find out where things stand."""
         try:
             return call()
-        except CapacityError:
+        except (CapacityError, Draining):  # a worker that leaves forks nothing
             return None
         except (*UNKNOWN, PagesLost, StaleEpoch, SessionNotFound) as error:
             self._note(error)

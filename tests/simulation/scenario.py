@@ -10,9 +10,11 @@ from itertools import combinations
 
 import torch
 
-from kvservice.core.errors import KVServiceError, SessionNotFound
+from kvservice.core.caller import ANONYMOUS
+from kvservice.core.errors import KVServiceError, SessionNotFound, Unavailable
+from kvservice.v1 import manager_pb2
 from tests.simulation.decoder import Decoder, Story
-from tests.simulation.loop import Loop
+from tests.simulation.loop import Loop, Process
 from tests.simulation.network import Weather
 from tests.simulation.world import MANAGER, TTL_S, SimClient, SimWorker, World
 
@@ -45,18 +47,23 @@ class Scenario:
         kind = rng.random()
         self.peaceful = not self.calm and kind < 0.1
         self.haunted = not self.calm and 0.1 <= kind < 0.25
+        # Sessions are moved all the time, and things go wrong just then.
+        self.moving = not self.calm and 0.25 <= kind < 0.5
         self.faults: list[str] = []
         self.num_layers = rng.choice([1, 1, 2])
         pages = rng.choice([6, 10, 16, 100]) * self.num_layers
         self.world = World(
             self.loop,
-            num_workers=rng.choice([2, 3] if self.haunted else [1, 2, 2, 3]),
+            num_workers=rng.choice([2, 3] if self.haunted or self.moving else [1, 2, 2, 3]),
             memory_bytes=pages * PAGE_BYTES * 2,
         )
         self.open_decoders = 0
         self.healing = False
         self.hanging: list[SimClient] = []
         self.clean = False
+        # How likely something happens just when a session is between two workers.
+        self.hazard = rng.choice([0.05, 0.2, 0.5]) if self.moving else 0.0
+        self.world.at_point = self._at_point
 
     def run(self) -> Report:
         rng, loop = self.rng, self.loop
@@ -64,16 +71,22 @@ class Scenario:
         for _ in range(rng.choice([1, 1, 2])):
             client = self.world.start_client()
             for _ in range(rng.choice([1, 1, 2])):
-                num_ops = rng.randint(20, 30) if self.haunted else rng.randint(6, 14)
+                long = self.haunted or self.moving
+                num_ops = rng.randint(20, 30) if long else rng.randint(6, 14)
                 self._begin(client, num_ops=num_ops, story=None)
         if not self.calm:
             if rng.random() < 0.3 and not self.peaceful and not self.haunted:
                 self._storm()
-            for _ in range(rng.randint(1, 4)):
+            for _ in range(0 if self.moving else rng.randint(1, 4)):
                 fault = self._fault
                 if self.peaceful or self.haunted:
                     fault = self._replace_client if self.peaceful else self._outlive
                 loop.later(rng.uniform(0.0, 5.0), fault)
+        if not self.haunted and self.world.expected > 1:
+            for _ in range(rng.choice([12, 24] if self.moving else [0, 1, 2, 4, 8])):
+                loop.later(rng.uniform(0.1, 6.0), self._move)
+            if rng.random() < 0.25:
+                loop.later(rng.uniform(0.5, 4.0), self._drain)
         loop.later(rng.uniform(12.0, 16.0) if self.haunted else rng.uniform(5.0, 12.0), self._heal)
         loop.run(self._is_done, 400.0)
         self._finish()
@@ -130,6 +143,67 @@ class Scenario:
     def _note(self, fault: str) -> None:
         self.loop.note("fault:", fault)
         self.faults.append(fault)
+
+    def _move(self) -> None:
+        """Move some session from where it is to another worker. Nobody is to notice."""
+        if self.healing or not self.world.manager.alive:
+            return
+        held = [
+            (session.key[1], name)
+            for name, worker in self.world.workers.items()
+            for session in worker.worker._sessions.all()
+        ]
+        if held:
+            session_id, source = self.rng.choice(held)
+            target = self.rng.choice([one for one in self.world.workers if one != source])
+            manager = self.world.manager
+            self.loop.spawn(manager, lambda: self._ask_to_move(session_id, source, target))
+
+    def _ask_to_move(self, session_id: str, source: str, target: str) -> None:
+        self.loop.note("move", source, target)
+        request = manager_pb2.MoveSessionRequest(
+            session_id=session_id, worker_id=target, from_worker_id=source
+        )
+        try:
+            self.world.manager.manager.move_session(request, ANONYMOUS)
+        except KVServiceError as error:
+            self.loop.note("no move:", error.reason, error.message)
+
+    def _drain(self) -> None:
+        """Drain a worker, while another one is there. It leaves, and another takes its place."""
+        others = [one for one in self.world.workers.values() if one.alive]
+        if self.healing or not self.world.manager.alive or len(others) < 2:
+            return
+        name = self.rng.choice([one.name for one in others])
+        timeout_s = 300 if self.calm or self.peaceful else self.rng.choice([2, 300])
+        request = manager_pb2.DrainWorkerRequest(worker_id=name)
+        request.timeout.seconds = timeout_s
+        try:
+            self.world.manager.manager.drain_worker(request, ANONYMOUS)
+        except KVServiceError as error:
+            self.loop.note("no drain:", error.reason)
+        else:
+            self._note(f"drain {name} within {timeout_s} s")
+
+    def _at_point(self, process: Process, name: str) -> None:
+        """Let something happen just when a session is on its way."""
+        if "move" not in name or self.healing or self.rng.random() >= self.hazard:
+            return
+        self._note(f"at {name} of {process.name}")
+        kind = self.rng.random()
+        if kind < 0.4:
+            name = process.name
+            self.loop.later(0.0, process.crash if process.alive else lambda: None)
+            if process is self.world.manager:
+                self.loop.later(2.0, self._restart_manager)
+            else:
+                self.loop.later(2.0, lambda: self._restart(name))
+            raise Unavailable("it crashes here")
+        if kind < 0.7:
+            one, other = self.rng.choice(self._links(workers=True))
+            self._cut(one, other, self.rng.choice([0.5, 3.0, 6.0, TTL_S + 4]))
+        else:
+            self.loop.later(0.0, self._freeze if kind < 0.85 else self._fault)
 
     def _crash_worker(self) -> None:
         name = self.rng.choice(list(self.world.workers))
@@ -280,13 +354,15 @@ class Scenario:
         self.world.network.cuts.add(link)
         self.loop.later(seconds, lambda: self.world.network.cuts.discard(link))
 
-    def _links(self) -> list[tuple[str, str]]:
+    def _links(self, *, workers: bool = False) -> list[tuple[str, str]]:
+        """Return who can be cut off from whom; `workers`: from each other too."""
         names = [MANAGER, *self.world.workers, *(one.name for one in self.world.clients)]
         clients = {one.name for one in self.world.clients}
         return [
             (one, other)
             for one, other in combinations(names, 2)
-            if not {one, other} <= clients and not {one, other} <= set(self.world.workers)
+            if not {one, other} <= clients
+            and (workers or not {one, other} <= set(self.world.workers))
         ]
 
     def _storm(self) -> None:

@@ -11,12 +11,16 @@ from google.protobuf.message import Message
 
 from kvservice.core.caller import ANONYMOUS, Caller
 from kvservice.core.errors import KVServiceError
+from kvservice.core.failpoints import Failpoints
 from kvservice.manager import PageManager
+from kvservice.runtime.worker import Drain
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.v1 import manager_pb2
+from kvservice.wire.convert import seconds_from_pb
 from kvservice.wire.names import snake_case
 from kvservice_client import Client, ClientConfig
 from kvservice_client._connections import Connections
+from kvservice_workers.data_plane.peer import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.worker import PageWorker, WorkerConfig
@@ -29,6 +33,7 @@ EXPIRY_S: Final = 0.5
 HEARTBEAT_S: Final = 1.0
 HEARTBEAT_TIMEOUT_S: Final = 5.0
 LOOK_S: Final = 0.1
+FEW_BYTES: Final = 64  # of pages, when sessions are moved: that is one or two
 CONFIG: Final = ClientConfig(timeout_s=6.0, detection_s=4.0, silence_s=3.0)
 READ_ONLY: Final = {"GetSession", "Read", "PageStats", "ListSessions"}
 
@@ -54,6 +59,7 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.clients: list[SimClient] = []
         self.expected = num_workers
+        self.at_point: Callable[[Process, str], None] = lambda process, name: None
         self.manager = SimManager(self)
         for index in range(num_workers):
             self.start_worker(f"w{index}")
@@ -61,6 +67,11 @@ class World:
     def start_worker(self, name: str) -> SimWorker:
         worker = self.workers[name] = SimWorker(self, name)
         return worker
+
+    def replace(self, left: SimWorker) -> None:
+        """Start another worker in the place of one that has left."""
+        if self.workers[left.name] is left:
+            self.start_worker(left.name)
 
     def start_manager(self) -> None:
         self.manager = SimManager(self)
@@ -92,6 +103,18 @@ class World:
         self.manager.check()
 
 
+class Points(Failpoints):
+    """The points that a process passes, of which a scenario makes what it likes."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        super().__init__(crash=lambda: None, wait=lambda seconds: None)
+        self._world = world
+        self._process = process
+
+    def passed(self, name: str) -> None:
+        self._world.at_point(self._process, name)
+
+
 class SimManager(Process):
     """One life of the manager."""
 
@@ -100,15 +123,18 @@ class SimManager(Process):
         self._network = world.network
         clock = SimClock(world.loop, self)
         self.manager = PageManager(
-            lambda address: _Handle(world.network, self, address),
+            lambda address: Handle(world.network, self, address),
             clock=clock,
             incarnation=world.next_life(MANAGER),
             workers_expected=world.expected,
             executor=Inline(),
+            failpoints=Points(world, self),
         )
         world.network.servers[MANAGER] = Server(self, self._handle, waits=True)
         self.directory = self.manager._routes._directory
+        self._moves = self.manager._moves
         self._tick()
+        self._tick_moves()
 
     def check(self) -> None:
         self.directory.check()
@@ -135,17 +161,27 @@ class SimManager(Process):
         self.manager.look_after_workers()
         self.loop.later(LOOK_S, self._tick, self)
 
+    def _tick_moves(self) -> None:
+        if self._moves._leaving or self.directory.leaving(self.loop.now):
+            self.loop.spawn(self, self._look_after_moves)
+        else:
+            self.loop.later(LOOK_S, self._tick_moves, self)
 
-class _Handle:
-    """The manager's way to a worker."""
+    def _look_after_moves(self) -> None:
+        self.manager.look_after_moves()
+        self.loop.later(LOOK_S, self._tick_moves, self)
 
-    def __init__(self, network: Network, manager: Process, address: str) -> None:
+
+class Handle:
+    """The way of the manager, or of another worker, to a worker."""
+
+    def __init__(self, network: Network, source: Process, address: str) -> None:
         self._network = network
-        self._manager = manager
+        self._source = source
         self._address = address
 
     def call(self, method: str, request: Any, timeout_s: float, caller: Caller) -> Any:
-        return self._network.call(self._manager, self._address, method, request, timeout_s, caller)
+        return self._network.call(self._source, self._address, method, request, timeout_s, caller)
 
     def close(self) -> None:
         pass
@@ -157,11 +193,26 @@ class SimWorker(Process):
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.loop, name)
         self._world = world
+        clock = SimClock(world.loop, self)
+        points = Points(world, self)
         self.worker = PageWorker(
             WorkerConfig(name, world.next_life(name), world.memory_bytes, address=name),
-            clock=SimClock(world.loop, self),
+            clock=clock,
+            failpoints=points,
         )
-        self._service = WorkerService(self.worker)
+        puller = Puller(
+            self.worker,
+            lambda address: Handle(world.network, self, address),
+            clock=clock,
+            spawn=lambda run: world.loop.spawn(self, run),
+            batch_bytes=FEW_BYTES,
+            few_bytes=FEW_BYTES,
+            failpoints=points,
+        )
+        self._service = WorkerService(self.worker, puller=puller)
+        self._drain = Drain(self.worker, clock)
+        self._drain.leaving = self._say_farewell
+        self._leaves = False
         self._source = HeartbeatSource(self.worker)
         self._last: manager_pb2.HeartbeatRequest | None = None
         self._epochs: dict[WorkerSession, int] = {}
@@ -196,7 +247,27 @@ class SimWorker(Process):
         deadline = self.worker.next_deadline()
         assert deadline is None or deadline > self.loop.now - 1.0, "a lease is over, and goes on"
         self._epochs = {one: epoch for one, epoch in self._epochs.items() if not one.closed}
-        self.loop.later(EXPIRY_S, self._expire, self)
+        self._drain.look()
+        if not self._drain.done.is_set():
+            self.loop.later(EXPIRY_S, self._expire, self)
+
+    def _say_farewell(self) -> None:
+        """Leave, as a worker does that was drained; another takes its place."""
+        self._leaves = True
+
+    def _leave(self) -> None:
+        farewell = self._source.farewell()
+        try:
+            self._world.network.call(
+                self, MANAGER, REPORT, farewell, HEARTBEAT_TIMEOUT_S, ANONYMOUS
+            )
+        except KVServiceError as error:
+            self.loop.note(self.name, "leaves without a word:", error.reason)
+        self._last = None
+        self.loop.note(self.name, "leaves")
+        self.loop.later(0.5, lambda: self._world.replace(self))
+        self.loop.later(0.0, self.crash)
+        self.loop.sleep(self, 1.0)
 
     # -- heartbeats
 
@@ -213,8 +284,12 @@ class SimWorker(Process):
                             self, MANAGER, method, message, HEARTBEAT_TIMEOUT_S, ANONYMOUS
                         )
                         self._source.answered(answer)
+                        if answer.HasField("drain"):
+                            self._drain.within(seconds_from_pb(answer.drain, "drain"))
                         method, backoff_s = REPORT, 0.1
                     self.loop.sleep(self, HEARTBEAT_S)
+                    if self._leaves:
+                        self._leave()
             except KVServiceError as error:
                 self.loop.note(self.name, "reports in vain:", error.reason)
                 self._end_stream(0.01)

@@ -19,7 +19,13 @@ from kvservice.core.recovery import Recovery
 from kvservice.core.session import PoolStats, WorkerStats
 from kvservice.metrics import ManagerMetrics, Metrics, MetricsEndpoint, WorkerMetrics
 from kvservice.metrics.of_worker import MAX_POOLS, MAX_TENANTS
-from kvservice_workers.counters import DISCREPANCIES, FAILURE_REASONS, FREE_REASONS, REPLAYED
+from kvservice_workers.counters import (
+    DISCREPANCIES,
+    FAILURE_REASONS,
+    FREE_REASONS,
+    MOVED,
+    REPLAYED,
+)
 
 RPC = {
     "grpc_server_started_total": "counter",
@@ -63,6 +69,10 @@ WORKER = {
     "kvservice_idempotent_replays_total": "counter",
     "kvservice_reconcile_discrepancies_total": "counter",
     "kvservice_session_pages": "histogram",
+    "kvservice_arriving_sessions": "gauge",
+    "kvservice_moves_total": "counter",
+    "kvservice_moved_bytes_total": "counter",
+    "kvservice_handover_duration_seconds": "histogram",
     "kvservice_tenant_pages": "gauge",
     "kvservice_tenant_quota_pages": "gauge",
 }
@@ -86,6 +96,10 @@ STATS = WorkerStats(
     attention_seconds=SECONDS_SEEN,
     attention_rows=Histogram(POWERS).snapshot(),
     session_pages=Histogram(POWERS).snapshot(),
+    moves=dict.fromkeys(MOVED, 0) | {"moved": 16},
+    moved_bytes=17,
+    handover_seconds=Histogram(SECONDS).snapshot(),
+    num_arriving=18,
 )
 
 
@@ -200,6 +214,8 @@ def test_worker_metrics_are_the_snapshot(worker: WorkerMetrics) -> None:
         ("lease_expirations_total", 12),
         ("stale_epoch_rejections_total", 14),
         ("leases", 7),
+        ("moved_bytes_total", 17),
+        ("arriving_sessions", 18),
     ):
         assert found[f'kvservice_{name}{{worker="w0"}}'] == number
 
@@ -213,6 +229,9 @@ def test_known_series_are_there_from_the_start(worker: WorkerMetrics) -> None:
     for reason in FAILURE_REASONS:
         key = f'kvservice_allocation_failures_total{{reason="{reason}",worker="w0"}}'
         assert found[key] == (4 if reason == "out_of_pages" else 0)
+    for result in MOVED:
+        key = f'kvservice_moves_total{{result="{result}",worker="w0"}}'
+        assert found[key] == (16 if result == "moved" else 0)
     assert found['kvservice_attention_batch_size_count{worker="w0"}'] == 0
     labels = 'grpc_method="Do",grpc_service="a.Service",grpc_type="unary"'
     assert found[f"grpc_server_started_total{{{labels}}}"] == 0

@@ -12,6 +12,7 @@ FREE_REASONS = ("pop", "reset", "select", "evict", "release", "lease_expired", "
 FAILURE_REASONS = ("out_of_pages", "quota_exceeded", "too_many_sessions", "draining")
 
 REPLAYED = ("Allocate", "Fork", "Pop", "Reset", "Select", "Attach", "Attend")
+MOVED = ("moved", "refused", "conflict", "unavailable", "lost")
 DISCREPANCIES = ("leaked", "double_owned", "missing")
 
 
@@ -26,6 +27,7 @@ class Timings:
 
     def __init__(self) -> None:
         self.session_pages = Histogram(POWERS)
+        self.handover_seconds = Histogram(SECONDS)
         self._seconds = Histogram(SECONDS)
         self._rows = Histogram(POWERS)
         self._new: deque[tuple[float, int]] = deque()
@@ -68,6 +70,8 @@ class Counters:
     popped_tokens: int = 0
     appended_bytes: int = 0
     read_bytes: int = 0
+    moves: Counter[str] = field(default_factory=Counter)
+    moved_bytes: int = 0
     lease_expirations: int = 0
     stale_epochs: int = 0
     replays: Counter[str] = field(default_factory=Counter)

@@ -103,6 +103,8 @@ class DataPath:
         step = session.step
         if step is None or session.closed or not self._sessions.holds(session, started):
             return None
+        if session.frozen is not None:
+            return None
         layer, stores, lengths = said.layer, said.stores, session.lengths
         window, index = session.place_of(layer)
         steady = step.steady.get((window, stores))
@@ -118,6 +120,8 @@ class DataPath:
         arena = group.pool.arenas.get(index)
         if arena is None:
             return None
+        if group.written is not None and steady.slots is not None:
+            group.wrote_slots(steady.slots[0])
         place = arena.place  # which keeps the tensors, should the arena move meanwhile
         answer = steady.call.answer(said, place.k_address, place.v_address, place.room)
         if answer is None:
@@ -191,6 +195,7 @@ class DataPath:
         k, v = as_numpy(call.k), as_numpy(call.v)
         if kept is not None:
             k, v = k[kept], v[kept]
+        group.wrote_slots(pages)
         with group.pool.lock:
             q = arena.store_and_bring(pages, offsets, k, v, as_numpy(call.q))
         session.geometries[call.layer] = plan.geometry

@@ -48,6 +48,15 @@ class PageTable:
         self._entries: list[int] = []
         self._num_held = 0
 
+    @classmethod
+    def holding(cls, pool: PagePool, entries: Iterable[int]) -> PageTable:
+        """Return a table of these entries, which owns one reference to each of its pages."""
+        table = cls(pool)
+        table._entries = list(entries)
+        table._num_held = sum(page != HOLE for page in table._entries)
+        table._strip()
+        return table
+
     @property
     def entries(self) -> Sequence[int]:
         """The table itself, to be read only."""

@@ -138,6 +138,7 @@ class Provision:
         pages = group.pool.pages.take(need.num_pages)
         copies = table.provide(need, pages)
         group.changed()
+        group.wrote(pages)
         if copies:
             group.pool.copy_pages(copies)
         # A new page that some layer's length reaches into would show what a former owner left.

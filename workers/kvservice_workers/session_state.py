@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import ge
@@ -16,11 +16,13 @@ from kvservice.core.errors import (
     Conflict,
     GeometryMismatch,
     InvalidRequest,
+    Moving,
     PositionOutOfRange,
     SessionNotFound,
     StaleEpoch,
 )
 from kvservice.core.geometry import HOLE, MAX_LAYERS, LayerGeometry, cdiv
+from kvservice.core.moving import MovedTo
 from kvservice.core.quota import UNLIMITED
 from kvservice.core.session import SessionSpec, StepHeader
 from kvservice_workers.arena import Arena
@@ -50,6 +52,9 @@ class LayerGroup:
         self.in_use = True  # a layer is stated or has stored something: else no page is taken
         self.promised = 0  # pages
         self.version = 0  # changes whenever a table does
+        # While the session is copied: page -> when it was written last. None: nobody copies it.
+        self.written: dict[int, int] | None = None
+        self._num_writes = 0
         self._array: npt.NDArray[np.int32] | None = None
         self._array_version = -1
 
@@ -71,12 +76,46 @@ class LayerGroup:
         """Note that a table has changed."""
         self.version += 1
 
+    def wrote(self, pages: Iterable[int]) -> None:
+        """Note that pages are written now, for whoever copies the session. To be said whenever
+        contents change, by whoever holds the session's lock."""
+        if self.written is not None:
+            self._num_writes += 1
+            self.written.update(dict.fromkeys(pages, self._num_writes))
+
+    def wrote_slots(self, pages: npt.NDArray[np.int64]) -> None:
+        """As `wrote`, of the pages of slots."""
+        if self.written is not None:
+            self.wrote(np.unique(pages).tolist())
+
     def check(self) -> None:
         for table, evicted in zip(self.tables, self.evicted, strict=True):
             table.check()
             assert evicted % self.page_size == 0, "part of a page is evicted"
             gone = table.entries[: evicted // self.page_size]
             assert all(page == HOLE for page in gone), "an evicted page is still listed"
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy that is being made of a session, for another worker.
+
+    Fields:
+        copier: Who makes it.
+        used_at: When it was asked for last, in the clock's monotonic seconds.
+    """
+
+    number: int
+    copier: str
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Nothing changes a session until then, unless its copier takes it over by the ticket."""
+
+    ticket: int
+    until: float
 
 
 @dataclass(slots=True)
@@ -142,6 +181,10 @@ class WorkerSession:
         # has been told that nothing was stored.
         self.refused_step: Refusal | None = None
         self.refused_write: Refusal | None = None
+        self.replaces: tuple[str, ...] = ()  # lives of workers from which it was moved here
+        self.copy: Copy | None = None
+        self.frozen: Freeze | None = None
+        self.moved_to: MovedTo | None = None  # closed, since another worker holds it
         self.ttl_s = spec.ttl_s
         self._places: dict[int, tuple[int | None, int]] = {}
         self.quota = UNLIMITED  # of its tenant, when it was opened
@@ -249,8 +292,22 @@ class WorkerSession:
     # -- checks of a caller's picture
 
     def check_open(self) -> None:
+        if self.moved_to is not None:
+            raise self.moved_to.error()
         if self.closed:
             raise session_not_found()
+
+    def check_thawed(self, now: float) -> None:
+        """Refuse to change what is about to be another worker's.
+
+        Raises:
+            Moving: It may be in a moment. Nothing has changed.
+        """
+        if self.frozen is None:
+            return
+        if now < self.frozen.until:
+            raise moving()
+        self.frozen = None  # nobody has taken it over
 
     def check_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -354,6 +411,16 @@ def arena_of(pools: PoolSet, session: WorkerSession, layer: int, geometry: Layer
         num_layers=sum(other.window == window for other in session.spec.layers),
         keep=session.pools(),
     )
+
+
+def moving(source: str = "") -> Moving:
+    """Return what callers are told while it is not known where a session goes on.
+
+    Args:
+        source: The incarnation that may still hold it. Empty: this one does.
+    """
+    text = "the session is being handed over from one worker to another"
+    return Moving(text, retry_delay_s=0.01, source=source)
 
 
 def session_not_found() -> SessionNotFound:

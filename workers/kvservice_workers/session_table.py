@@ -4,16 +4,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from typing import Final
 
 from kvservice.clock import Clock
-from kvservice.core.errors import AlreadyExists
+from kvservice.core.errors import AlreadyExists, KVServiceError
 from kvservice.core.lease import LeaseTable
+from kvservice.core.moving import MovedTo
 from kvservice.core.session import EndedSession
 from kvservice_workers.session_state import SessionKey, WorkerSession, session_not_found
 
 # Ended sessions that heartbeats can still report: those of a full worker at once. A worker
 # without a manager reports none, and keeps no more than these.
 MAX_ENDED = 20_000
+
+MAX_MOVED: Final = 20_000
+MOVED_FOR_S: Final = 3600.0
+"""How long it is remembered where a session went: whoever holds it renews its lease before."""
+
+
+LATE_S: Final = 10.0
+"""So long a copy of a request may be on its way."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """A session that another worker has taken over.
+
+    Fields:
+        origin: The request that opened it.
+        at: When it went, in the clock's monotonic seconds.
+        confirmed: The other worker has said that it serves it.
+        released: Its holder wants it no more: its id may be used again.
+    """
+
+    to: MovedTo
+    origin: Hashable
+    ttl_s: float
+    at: float
+    confirmed: bool = False
+    released: bool = False
 
 
 class SessionTable:
@@ -22,6 +52,7 @@ class SessionTable:
     Invariants (asserted by `check`):
       1. Exactly the sessions in the table have a lease.
       2. Every session has a place in the order of changes.
+      3. No session that is here counts as moved away.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -31,6 +62,7 @@ class SessionTable:
         self._serial = 0
         self._changed: dict[SessionKey, int] = {}  # oldest first
         self._ended: deque[tuple[int, EndedSession]] = deque(maxlen=MAX_ENDED)
+        self._moved: dict[SessionKey, Moved] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -39,17 +71,23 @@ class SessionTable:
         """Return all sessions, oldest first."""
         return self._sessions.values()
 
-    def use(self, tenant: str, session_id: str) -> WorkerSession:
-        """Return a session whose lease holds, and renew it.
+    def use(self, tenant: str, session_id: str, *, renew: bool = True) -> WorkerSession:
+        """Return a session whose lease holds, and (unless told not to) renew it.
 
         Raises:
-            SessionNotFound
+            SessionNotFound, SessionMoved.
         """
         session = self.find(tenant, session_id)
         if session is None:
-            raise session_not_found()
-        self.renew(session)
+            raise self.missing((tenant, session_id))
+        if renew:
+            self.renew(session)
         return session
+
+    def missing(self, key: SessionKey) -> KVServiceError:
+        """Return the error for a session that is not here: it has moved, or is nowhere."""
+        moved = self._moved.get(key)
+        return session_not_found() if moved is None else moved.to.error()
 
     def find(self, tenant: str, session_id: str) -> WorkerSession | None:
         """Return a session whose lease holds; None if there is none."""
@@ -77,10 +115,16 @@ class SessionTable:
 
         Raises:
             AlreadyExists: Another request has opened a session with this id.
+            SessionMoved: This one has, and another worker holds it by now.
         """
         existing = self._sessions.get(key)
         if existing is not None and existing.origin != origin:
             raise AlreadyExists("this session id is in use for another request")
+        moved = self._moved.get(key)
+        # Later than this it is no late copy of that request, but another session by its id.
+        late_until = 0.0 if moved is None or moved.released else moved.at + LATE_S
+        if moved is not None and moved.origin == origin and self._clock.monotonic() < late_until:
+            raise moved.to.error()
         return existing
 
     def renew(self, session: WorkerSession, now: float | None = None) -> None:
@@ -89,11 +133,41 @@ class SessionTable:
             now = self._clock.monotonic()
         self._leases.renew(session.key, now + session.ttl_s)
 
-    def add(self, session: WorkerSession) -> None:
-        """Begin a session's lease."""
+    def add(self, session: WorkerSession, left_s: float | None = None) -> None:
+        """Begin a session's lease; `left_s`: with so much of it left."""
         self._sessions[session.key] = session
-        self._leases.grant(session.key, self._clock.monotonic() + session.ttl_s)
+        self._moved.pop(session.key, None)
+        left_s = session.ttl_s if left_s is None else left_s
+        self._leases.grant(session.key, self._clock.monotonic() + left_s)
         self.changed(session)
+
+    def left_s(self, session: WorkerSession) -> float:
+        """Return how much of a session's lease is left, in seconds."""
+        return self._leases.deadline(session.key) - self._clock.monotonic()
+
+    def hand_over(self, session: WorkerSession, to: MovedTo) -> None:
+        """End a session here: another worker holds it from now on."""
+        now = self._clock.monotonic()
+        while self._moved:
+            oldest = next(iter(self._moved))
+            if len(self._moved) < MAX_MOVED and self._moved[oldest].at > now - MOVED_FOR_S:
+                break
+            del self._moved[oldest]
+        self._moved[session.key] = Moved(to, session.origin, session.ttl_s, now)
+        session.moved_to = to
+        self.remove(session, expired=False)
+
+    def find_moved(self, key: SessionKey) -> Moved | None:
+        """Return where a session went from here; None if it did not."""
+        return self._moved.get(key)
+
+    def num_unconfirmed(self) -> int:
+        """Return how many of the sessions that went may not be served yet where they are."""
+        return sum(not moved.confirmed for moved in self._moved.values())
+
+    def moved_last_at(self) -> float | None:
+        """Return when a session went last, in the clock's monotonic seconds; None: none did."""
+        return next(reversed(self._moved.values())).at if self._moved else None
 
     def remove(self, session: WorkerSession, *, expired: bool) -> None:
         """End a session, because its lease was over, or somebody wants it."""
@@ -135,3 +209,4 @@ class SessionTable:
     def check(self) -> None:
         self._leases.check()
         assert len(self._leases) == len(self._sessions) == len(self._changed)
+        assert self._moved.keys().isdisjoint(self._sessions), "here, and moved away"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from kvservice_workers.counters import (
     DISCREPANCIES,
     FAILURE_REASONS,
     FREE_REASONS,
+    MOVED,
     REPLAYED,
     Counters,
 )
@@ -31,6 +33,20 @@ from kvservice_workers.pools import Pool, PoolSet
 from kvservice_workers.session_state import LayerGroup, WorkerSession
 
 Array = npt.NDArray[np.int64]
+
+
+class Holder(Protocol):
+    """Whoever holds pages: a session, or what is to be one."""
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def groups(self) -> Mapping[int | None, LayerGroup]: ...
+
+    def check(self) -> None: ...
+
+
 Discrepancy = tuple[str, int, int]  # kind, pool, page
 
 
@@ -66,6 +82,7 @@ def session_info(
                 stops=() if session.starts is None else tuple(session.longest_of_all()),
                 followed_by=session.followed_by,
                 group=session.group,
+                replaces=session.replaces,
             ),
         ),
         lengths=tuple(
@@ -102,6 +119,7 @@ def worker_stats(
     counters: Counters,
     *,
     draining: bool,
+    num_arriving: int,
 ) -> WorkerStats:
     """Return a worker's numbers. The worker's lock is held, so they are of one moment."""
     tokens: Counter[int] = Counter()
@@ -134,10 +152,14 @@ def worker_stats(
         attention_seconds=counters.timings.attention_seconds.snapshot(),
         attention_rows=counters.timings.attention_rows.snapshot(),
         session_pages=counters.timings.session_pages.snapshot(),
+        moves={name: counters.moves[name] for name in MOVED},
+        moved_bytes=counters.moved_bytes,
+        handover_seconds=counters.timings.handover_seconds.snapshot(),
+        num_arriving=num_arriving,
     )
 
 
-def find_discrepancies(sessions: Collection[WorkerSession], pools: PoolSet) -> set[Discrepancy]:
+def find_discrepancies(sessions: Collection[Holder], pools: PoolSet) -> set[Discrepancy]:
     """Return the pages whose references are not the tables that list them; there should be none.
 
     leaked: used, and listed by fewer tables than it has references. double_owned: listed by more.
@@ -160,7 +182,7 @@ def find_discrepancies(sessions: Collection[WorkerSession], pools: PoolSet) -> s
     return found
 
 
-def check_accounts(sessions: Collection[WorkerSession], pools: PoolSet, counters: Counters) -> None:
+def check_accounts(sessions: Collection[Holder], pools: PoolSet, counters: Counters) -> None:
     """Assert that references, promises and counters sum to what sessions hold."""
     held = {pool.ordinal: [0] * pool.pages.total for pool in pools}
     promised = dict.fromkeys(held, 0)

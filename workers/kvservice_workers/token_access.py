@@ -153,6 +153,7 @@ class TokenAccess:
                 pages, offsets, _ = slots_at(
                     group.table_array(), group.page_size, np.full(len(gap), row), gap
                 )
+                group.wrote_slots(pages)
                 with group.pool.lock:
                     arena.zero_slots(pages, offsets)
 
@@ -173,6 +174,7 @@ class TokenAccess:
             group.table_array(), group.page_size, rows[chosen], positions[chosen]
         )
         assert kept is None, "every written page is there"
+        group.wrote_slots(pages)
         with group.pool.lock:
             arena.store(pages, offsets, as_numpy(k)[chosen], as_numpy(v)[chosen])
 

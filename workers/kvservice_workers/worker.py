@@ -15,15 +15,18 @@ import torch
 from kvservice.clock import Clock
 from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.errors import (
+    AlreadyExists,
     Draining,
     InvalidRequest,
     KVServiceError,
     OutOfPages,
     QuotaExceeded,
+    SessionMoved,
     StaleEpoch,
     TooManySessions,
 )
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
+from kvservice.core.moving import MovedTo
 from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.core.said import Said
 from kvservice.core.session import (
@@ -39,14 +42,17 @@ from kvservice.core.session import (
     WriteCall,
     check_session_id,
 )
+from kvservice_workers.arrivals import Arrivals
 from kvservice_workers.counters import FAILURE_REASONS, Counters
 from kvservice_workers.data_path import DataPath
+from kvservice_workers.departures import Departures
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.promises import Promises
 from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.session_table import SessionTable
 from kvservice_workers.snapshot import (
     Discrepancy,
+    Holder,
     WorkerConfig,
     check_accounts,
     find_discrepancies,
@@ -108,6 +114,19 @@ class PageWorker:
             self._lock, self._sessions, self._pools, self._counters, clock, failpoints
         )
         self._draining = False
+        self.departures = Departures(
+            self._lock, self._sessions, self._pools, self._structure, clock, failpoints
+        )
+        self.arrivals = Arrivals(
+            self._lock,
+            self._sessions,
+            self._pools,
+            self._promises,
+            self._structure,
+            self._counters,
+            clock,
+            self._admit,
+        )
         self._discrepancies: set[Discrepancy] = set()  # found by the last audit
 
     # -- sessions come and go
@@ -146,6 +165,7 @@ class PageWorker:
         key = (tenant, session_id)
         origin = ("allocate", spec, tuple(extent_starts), epoch)
         with self._lock:
+            self.arrivals.check_not_arriving(key)
             if (existing := self._sessions.find_repeat(key, origin)) is not None:
                 self._counters.replays["Allocate"] += 1
                 return self._info(existing)
@@ -197,7 +217,8 @@ class PageWorker:
         key = (tenant, new_session_id)
         origin = ("fork", session_id, epoch, token_count, ttl_s)
         with self._changing(tenant, session_id) as parent:
-            if (existing := self._sessions.find_repeat(key, origin)) is not None:
+            self.arrivals.check_not_arriving(key)
+            if (existing := self._find_fork(key, origin)) is not None:
                 self._counters.replays["Fork"] += 1
                 return self._info(existing, with_padding=True)
             parent.check_epoch(epoch)
@@ -262,6 +283,13 @@ class PageWorker:
         for session_id in session_ids:
             with self._lock:
                 session = self._sessions.find(tenant, session_id)
+                moved = self._sessions.find_moved((tenant, session_id))
+                if moved is not None:
+                    moved.released = True
+                up_to = epochs.get(session_id) or math.inf
+                self.arrivals.release(
+                    (tenant, session_id), up_to + 1 if session_id in unsettled else up_to
+                )
             if session is None:
                 continue
             with session.lock, self._lock:
@@ -291,13 +319,29 @@ class PageWorker:
             session = self._sessions.find(tenant, session_id)
             return None if session is None else session.ttl_s
 
+    def moved_among(self, tenant: str, session_ids: Iterable[str]) -> list[str]:
+        """Return those sessions that were moved from here to other workers."""
+        with self._lock:
+            return [
+                session_id
+                for session_id in session_ids
+                if self._sessions.find_moved((tenant, session_id)) is not None
+            ]
+
+    def find_moved(self, tenant: str, session_id: str) -> tuple[MovedTo, float] | None:
+        """Return where a session went from here, and its ttl in seconds; None if it did not."""
+        with self._lock:
+            moved = self._sessions.find_moved((tenant, session_id))
+            return None if moved is None else (moved.to, moved.ttl_s)
+
     def expire(self) -> int:
         """Free the sessions whose lease is over; return how many. Costs O(expired).
 
         A session in the middle of a call is left for the next time.
         """
-        count = 0
+        count = self.arrivals.expire()
         with self._lock:
+            self.departures.sweep()
             for session in self._sessions.expired():
                 # The other order of locks, so only if nobody has it.
                 if session.lock.acquire(blocking=False):
@@ -324,8 +368,26 @@ class PageWorker:
         with self._lock:
             self._draining = True
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is here, and nothing on its way here or from here."""
+        with self._lock:
+            return not (len(self._sessions) or len(self.arrivals))
+
+    def waits_for_takers(self, linger_s: float) -> bool:
+        """Whether a session went so lately that somebody may still have to be told where to."""
+        with self._lock:
+            last = self._sessions.moved_last_at()
+            if last is None:
+                return False
+            since = self._clock.monotonic() - last
+            return since < linger_s or (
+                since < 10 * linger_s and self._sessions.num_unconfirmed() > 0
+            )
+
     def close(self) -> None:
         """Free everything."""
+        self.arrivals.close()
         with self._lock:
             sessions = list(self._sessions.all())
         for session in sessions:
@@ -481,6 +543,7 @@ class PageWorker:
         session = self._use(tenant, call.session_id)
         with session.lock:
             session.check_open()
+            session.check_thawed(self._clock.monotonic())
             try:
                 with self._counting_refusals():
                     result = self._data.attend(session, call, said)
@@ -515,6 +578,7 @@ class PageWorker:
         session = self._use(tenant, call.session_id)
         with session.lock:
             session.check_open()
+            session.check_thawed(self._clock.monotonic())
             try:
                 with self._counting_refusals():
                     return self._tokens.write(session, call)
@@ -539,13 +603,25 @@ class PageWorker:
 
     # -- questions
 
-    def get(self, tenant: str, session_id: str) -> SessionInfo:
+    def get(
+        self, tenant: str, session_id: str, *, ticket: int = 0, renew: bool = True
+    ) -> SessionInfo:
         """Return where a session stands.
 
+        Args:
+            ticket: By which it was handed over to this worker, in case it does not know yet.
+            renew: Whether this is a call on the session, as any of its holder's.
+
         Raises:
-            SessionNotFound
+            SessionNotFound, SessionMoved, Moving.
         """
-        with self._changing(tenant, session_id) as session:
+        if ticket:
+            self.arrivals.arrive_by(tenant, session_id, ticket)
+        with self._lock:
+            self.arrivals.check_not_arriving((tenant, session_id))
+            session = self._sessions.use(tenant, session_id, renew=renew)
+        with session.lock, self._lock:
+            session.check_open()
             return self._info(session, with_padding=True)
 
     def list_sessions(self, tenant: str | None) -> list[tuple[str, SessionInfo]]:
@@ -577,6 +653,7 @@ class PageWorker:
                 self._pools,
                 self._counters,
                 draining=self._draining,
+                num_arriving=len(self.arrivals),
             )
 
     def view(self, metrics_address: str = "") -> WorkerView:
@@ -597,6 +674,15 @@ class PageWorker:
             state = WorkerState.DRAINING if self._draining else WorkerState.ALIVE
             return WorkerView(record, state, self.num_sessions, self._clock.monotonic())
 
+    def count_move(self, outcome: str) -> None:
+        """Count a session that was to be taken over from another worker: see `MOVED`."""
+        with self._lock:
+            self._counters.moves[outcome] += 1
+
+    def note_handover(self, seconds: float) -> None:
+        """Note for how long a session was frozen before it was here."""
+        self._counters.timings.handover_seconds.observe(seconds)
+
     def tenant_pages(self) -> dict[str, int]:
         """Return how many pages each tenant's sessions hold; a shared one counts for each."""
         with self._lock:
@@ -611,7 +697,7 @@ class PageWorker:
         None should. It holds the worker's lock for about half a microsecond a page.
         """
         with self._lock:
-            found = find_discrepancies(self._sessions.all(), self._pools)
+            found = find_discrepancies(self._holders(), self._pools)
             new = found - self._discrepancies
             self._discrepancies = found
             for kind, _, _ in new:
@@ -623,14 +709,31 @@ class PageWorker:
         with self._lock:
             self._pools.check()
             self._sessions.check()
-            check_accounts(self._sessions.all(), self._pools, self._counters)
+            check_accounts(self._holders(), self._pools, self._counters)
 
     # -- inside
+
+    def _holders(self) -> list[Holder]:
+        """Return all that holds pages. The worker's lock is held."""
+        return [*self._sessions.all(), *self.arrivals.all()]
 
     def _use(self, tenant: str, session_id: str) -> WorkerSession:
         """Find a session whose lease holds, and renew it."""
         with self._lock:
+            if len(self.arrivals):
+                self.arrivals.check_not_arriving((tenant, session_id))
             return self._sessions.use(tenant, session_id)
+
+    def _find_fork(self, key: tuple[str, str], origin: Hashable) -> WorkerSession | None:
+        """Return the child that the same request has opened before; None if there is none.
+
+        Raises:
+            AlreadyExists: Another request has opened it, or it is not here any more.
+        """
+        try:
+            return self._sessions.find_repeat(key, origin)
+        except SessionMoved as error:  # which is said of the session that a call is about
+            raise AlreadyExists("the fork has been made, and has moved since") from error
 
     def _renew(self, session: WorkerSession) -> None:
         """Count the lease from the end of a call that may have taken long."""
@@ -652,7 +755,7 @@ class PageWorker:
         if self._draining:
             self._counters.allocation_failures["draining"] += 1
             raise Draining("this worker is leaving and opens no sessions", retry_delay_s=1.0)
-        if len(self._sessions) >= self.config.max_sessions:
+        if len(self._sessions) + len(self.arrivals) >= self.config.max_sessions:
             self._counters.allocation_failures["too_many_sessions"] += 1
             raise TooManySessions(
                 f"this worker holds {len(self._sessions)} sessions, the most it may",
@@ -693,6 +796,7 @@ class PageWorker:
         session = self._use(tenant, session_id)
         with session.lock, self._lock, self._counting_refusals():
             session.check_open()
+            session.check_thawed(self._clock.monotonic())
             yield session
 
     @contextmanager

@@ -11,16 +11,19 @@ from typing import Final
 
 from kvservice.core.access import Rights
 from kvservice.core.caller import Caller, Role
-from kvservice.core.errors import InvalidRequest, StaleWorker, Unimplemented
+from kvservice.core.errors import AlreadyExists, InvalidRequest, StaleWorker, Unimplemented
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
+from kvservice.core.moving import MovedTo
 from kvservice.core.said import Said
 from kvservice.core.session import SessionInfo, check_session_id
 from kvservice.v1 import types_pb2, worker_pb2
-from kvservice.wire import calls, convert
+from kvservice.wire import calls, convert, copies
 from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb, session_to_pb
 from kvservice.wire.names import WORKER
 from kvservice.wire.tracing import find_tracer
 from kvservice_workers.attention.native import read_call, read_frame
+from kvservice_workers.data_plane.peer import Puller
+from kvservice_workers.session_state import session_not_found
 from kvservice_workers.worker import PageWorker
 
 # Calls with more bytes than this are no decoding steps.
@@ -30,8 +33,9 @@ _ATTEND: Final = f"{WORKER.full_name}/Attend"
 Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
 """Returns where the lane is, and a token that lets the caller in, once."""
 
-Issue = Callable[[Caller, str, float, Rights], bytes]
-"""Returns the capability of a caller for a session: its id, its ttl in seconds, what it allows."""
+Issue = Callable[[Caller, str, float, Rights, str], bytes]
+"""Returns the capability of a caller for a session: its id, its ttl in seconds, what it allows, and
+the incarnation of the worker that it is for; empty: this one."""
 
 
 class WorkerService:
@@ -46,6 +50,7 @@ class WorkerService:
         admit: Admit | None = None,
         issue: Issue | None = None,
         *,
+        puller: Puller | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
         """Serve a worker.
@@ -53,7 +58,9 @@ class WorkerService:
         Args:
             admit: Lets a caller onto the worker's lane. None: there is none.
             issue: Makes capabilities. None: nobody wants any.
+            puller: Takes sessions over from other workers. None: this one does not.
         """
+        self._puller = puller
         self._worker = worker
         self._admit = admit
         self._issue = issue
@@ -174,7 +181,8 @@ class WorkerService:
     ) -> types_pb2.ReleaseResponse:
         epochs, unsettled = convert.release_from_pb(request)
         released = self._worker.release(caller.tenant, epochs, unsettled)
-        return types_pb2.ReleaseResponse(released_count=released)
+        moved = self._worker.moved_among(caller.tenant, epochs)
+        return types_pb2.ReleaseResponse(released_count=released, moved_session_ids=moved)
 
     def renew_lease(
         self, request: types_pb2.RenewLeaseRequest, caller: Caller
@@ -186,7 +194,9 @@ class WorkerService:
             for session_id in ids:
                 ttl_s = self._worker.find_ttl_s(caller.tenant, session_id)
                 response.capabilities.append(
-                    b"" if ttl_s is None else self._issue(caller, session_id, ttl_s, Rights.WRITE)
+                    b""
+                    if ttl_s is None
+                    else self._issue(caller, session_id, ttl_s, Rights.WRITE, "")
                 )
         return response
 
@@ -195,7 +205,9 @@ class WorkerService:
     def get_session(
         self, request: types_pb2.GetSessionRequest, caller: Caller
     ) -> types_pb2.GetSessionResponse:
-        info = self._worker.get(caller.tenant, session_id_from_pb(request.session_id))
+        info = self._worker.get(
+            caller.tenant, session_id_from_pb(request.session_id), ticket=request.ticket
+        )
         return types_pb2.GetSessionResponse(session=self._answer(info, caller, Rights.READ))
 
     def list_sessions(
@@ -226,6 +238,99 @@ class WorkerService:
                 draining=stats.draining,
             )
         return types_pb2.PageStatsResponse(workers=[stats])
+
+    # Moves
+
+    def follow_session(
+        self, request: worker_pb2.FollowSessionRequest, caller: Caller
+    ) -> worker_pb2.FollowSessionResponse:
+        self._check_incarnation(request.incarnation)
+        session_id = session_id_from_pb(request.session_id)
+        found = self._worker.find_moved(caller.tenant, session_id)
+        if found is None:
+            raise session_not_found()
+        to, ttl_s = found
+        capability = b""
+        if self._issue is not None:
+            capability = self._issue(caller, session_id, ttl_s, Rights.WRITE, to.incarnation)
+        return worker_pb2.FollowSessionResponse(
+            worker_id=to.worker_id,
+            address=to.address,
+            incarnation=to.incarnation,
+            capability=capability,
+            ticket=to.ticket,
+        )
+
+    def pull_session(
+        self, request: worker_pb2.PullSessionRequest, caller: Caller
+    ) -> worker_pb2.PullSessionResponse:
+        del caller
+        self._check_incarnation(request.incarnation)
+        session_id_from_pb(request.session_id)
+        for name in ("move_id", "source_address", "source_incarnation"):
+            if not getattr(request, name):
+                raise InvalidRequest(f"{name} is missing")
+        if request.source_incarnation == self._incarnation:
+            raise AlreadyExists("the session is to be taken from the worker itself")
+        if self._puller is None:
+            raise Unimplemented("this worker takes no sessions over")
+        pull = self._puller.pull(request)
+        response = worker_pb2.PullSessionResponse(copied_bytes=pull.copied_bytes)
+        if pull.info is not None:
+            response.session.CopyFrom(session_to_pb(pull.info))
+        return response
+
+    def copy_state(
+        self, request: worker_pb2.CopyStateRequest, caller: Caller
+    ) -> worker_pb2.CopyStateResponse:
+        del caller
+        self._check_incarnation(request.incarnation)
+        if not request.copier:
+            raise InvalidRequest("copier is missing")
+        copy, ticket, state = self._worker.departures.state(
+            request.tenant,
+            session_id_from_pb(request.session_id),
+            request.copier,
+            request.copy,
+            freeze=request.freeze,
+        )
+        return worker_pb2.CopyStateResponse(
+            copy=copy, ticket=ticket, state=copies.state_to_pb(state)
+        )
+
+    def copy_pages(
+        self, request: worker_pb2.CopyPagesRequest, caller: Caller
+    ) -> worker_pb2.CopyPagesResponse:
+        del caller
+        self._check_incarnation(request.incarnation)
+        copied = self._worker.departures.pages(
+            request.tenant,
+            session_id_from_pb(request.session_id),
+            request.copy,
+            request.window if request.HasField("window") else None,
+            [calls.layer_from_pb(layer) for layer in request.layers],
+            copies.page_numbers_from_pb(request.pages),
+        )
+        return copies.pages_to_pb(copied)
+
+    def hand_over(
+        self, request: worker_pb2.HandOverRequest, caller: Caller
+    ) -> worker_pb2.HandOverResponse:
+        del caller
+        self._check_incarnation(request.incarnation)
+        for name in ("ticket", "worker_address", "worker_incarnation"):
+            if not getattr(request, name):
+                raise InvalidRequest(f"{name} is missing")
+        to = MovedTo(
+            request.worker_id, request.worker_address, request.worker_incarnation, request.ticket
+        )
+        self._worker.departures.hand_over(
+            request.tenant,
+            session_id_from_pb(request.session_id),
+            to,
+            confirmed=request.confirmed,
+        )
+        return worker_pb2.HandOverResponse()
 
     # The data path
 
@@ -316,7 +421,7 @@ class WorkerService:
         """Return a session as it is told, with the right to it."""
         session = session_to_pb(info)
         if self._issue is not None:
-            capability = self._issue(caller, info.session_id, info.spec.ttl_s, rights)
+            capability = self._issue(caller, info.session_id, info.spec.ttl_s, rights, "")
             for extent in session.extents:
                 extent.capability = capability
         return session

@@ -1,0 +1,271 @@
+"""A session that is moved from worker to worker, beside one that stays: nobody can tell them apart.
+
+All answers are compared bit for bit: what a session stores, its steps, its padding and its windows
+are the same on every worker that it comes to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvservice.core.errors import (
+    AlreadyExists,
+    Draining,
+    InvalidRequest,
+    KVServiceError,
+    OutOfPages,
+    SessionNotFound,
+    WorkerNotFound,
+)
+from kvservice_client import DType, LayerGeometry, Session
+from kvservice_client.testing import eventually
+from tests.backends import Backend
+from tests.contract.conftest import Start
+
+NUM_LAYERS = 3
+WINDOWS = [None, 4, None]
+UNKNOWN_ID = "123e4567-e89b-42d3-a456-426614174000"
+
+
+@pytest.fixture
+def two(start: Start) -> Backend:
+    """A manager with two workers."""
+    return start(num_workers=2)
+
+
+class Twins:
+    """Two sessions that are told the same, of which one moves. Their answers must be equal."""
+
+    def __init__(self, backend: Backend, *, num_rows: int = 2, **options: object) -> None:
+        self.backend = backend
+        client = backend.connect()
+        self.moving, self.staying = (
+            client.open(num_rows=num_rows, page_size=4, **options) for _ in range(2)
+        )
+        self.moving.retain = self.staying.retain = 4  # so many may be popped
+        self.rng = np.random.default_rng(0)
+
+    @property
+    def here(self) -> int:
+        """The index of the worker that holds the moving one's tail."""
+        return self.backend.index_of(self.moving._mirror.tail.worker_id)
+
+    def move(self) -> None:
+        """Move it to the other worker; its holder has not heard of it yet."""
+        holders = [
+            index
+            for index, worker in enumerate(self.backend.workers)
+            if any(info.session_id == self.moving.id for _, info in worker.list_sessions(None))
+        ]
+        assert len(holders) == 1, "a session is on one worker"
+        self.backend.move(self.moving.id, 1 - holders[0])
+
+    def both(self, call: Callable[[Session], object]) -> None:
+        """Make a call on both, and compare."""
+        one, other = call(self.moving), call(self.staying)
+        if one is not None:
+            np.testing.assert_array_equal(np.stack([one]), np.stack([other]))
+
+    def tokens(self, count: int) -> list[np.ndarray]:
+        rows = self.moving.num_rows
+        return [
+            self.rng.standard_normal((rows, heads, count, 8)).astype(np.float32)
+            for heads in (4, 2, 2)
+        ]
+
+    def attend(self, layer: int, count: int = 1, **options: object) -> None:
+        tokens = self.tokens(count)
+        self.both(lambda one: one.attend(layer, *tokens, window=WINDOWS[layer], **options))
+
+    def step(self, count: int = 1, **options: object) -> None:
+        for layer in range(NUM_LAYERS):
+            self.attend(layer, count, **options)
+
+    def check(self) -> None:
+        for layer in range(NUM_LAYERS):
+            if any(self.staying.lengths(layer)):
+                first = (
+                    0 if WINDOWS[layer] is None else max(0, min(self.staying.lengths(layer)) - 3)
+                )
+                self.both(lambda one, layer=layer, first=first: one.read(layer, first))
+        for worker in self.backend.workers:
+            worker.check()
+
+
+OPTIONS = {
+    "unstated": {},
+    "windows": {"windows": WINDOWS},
+    "reserved": {
+        "layers": [LayerGeometry(2, 8, 8, DType.FLOAT32)] * NUM_LAYERS,
+        "reserve_tokens": 40,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_goes_on_bit_for_bit(two: Backend, options: dict[str, object]) -> None:
+    """Whatever a decoder does, between and in the middle of its steps the session may move."""
+    twins = Twins(two, **options)
+    padding = np.zeros((2, 7), bool)
+    padding[1, :3] = True
+    twins.step(7, padding=padding)
+    twins.move()
+    twins.step()
+    for layer in range(NUM_LAYERS):
+        twins.attend(layer)
+        twins.move()
+    twins.check()
+    twins.move()
+    twins.both(lambda one: one.pop(2))
+    twins.step(3)
+    twins.move()
+    twins.both(lambda one: one.select([1, 0, 1]))
+    twins.move()
+    twins.step(2)
+    twins.move()
+    k, v = twins.tokens(2)[1:]
+    twins.both(lambda one: one.write(0, k, v, positions=[8, 9]))
+    twins.step()
+    twins.move()
+    twins.check()
+    twins.both(lambda one: one.reset())
+    twins.move()
+    twins.step(5)
+    twins.move()
+    twins.check()
+    assert {worker.stats().moves["moved"] for worker in two.workers} == {5, 6}
+
+
+def test_a_repeat_is_answered_as_before(two: Backend) -> None:
+    """What was asked of one worker may be asked of the next one again: it knows the step."""
+    twins = Twins(two)
+    twins.step(3)
+    tokens = twins.tokens(1)
+    first = twins.moving.attend(0, *tokens)
+    twins.move()
+    again = twins.moving.attend(0, *tokens, pos=3)
+    np.testing.assert_array_equal(first, again)
+    assert twins.moving.lengths(0) == (4, 4)
+
+
+def test_moves_under_a_decoder(two: Backend) -> None:
+    """To and fro, all the time, while somebody decodes, goes back, selects and overwrites."""
+    twins = Twins(two, windows=WINDOWS)
+    twins.step(20)
+    stop, failures, moves = threading.Event(), list[Exception](), list[int]()
+
+    def keep_moving() -> None:
+        while not stop.is_set():
+            try:
+                twins.move()
+                moves.append(1)
+            except Exception as error:
+                failures.append(error)
+                return
+
+    mover = threading.Thread(target=keep_moving)
+    mover.start()
+    try:
+        step = 0
+        while len(moves) < 6 and not failures:
+            step += 1
+            twins.step(1 + step % 3)
+            if step % 5 == 2:
+                twins.both(lambda one: one.pop(2))
+            if step % 7 == 3:
+                twins.both(lambda one: one.select([1, 0]))
+            if step % 4 == 1:
+                k, v = twins.tokens(1)[1:]
+                last = twins.staying.lengths(0)[0] - 1
+                twins.both(lambda one: one.write(0, k, v, positions=[last]))  # noqa: B023
+    finally:
+        stop.set()
+        mover.join()
+    assert not failures
+    twins.check()
+
+
+def test_a_part_of_a_session_moves(start: Start) -> None:
+    """Of a session on two workers either part can go to the third, and the whole stays whole."""
+    backend = start(num_workers=3)
+    client = backend.connect()
+    spread, alone = (client.open(num_rows=1, spread=n, page_size=4) for n in (2, 1))
+    rng = np.random.default_rng(0)
+
+    def step(count: int) -> None:
+        for layer in range(2):
+            tokens = [
+                rng.standard_normal((1, heads, count, 8)).astype(np.float32) for heads in (4, 2, 2)
+            ]
+            outs = [one.attend(layer, *tokens) for one in (spread, alone)]
+            np.testing.assert_allclose(*outs, atol=2e-6)
+
+    step(20)
+    for _ in range(4):
+        held = [backend.index_of(extent.worker_id) for extent in spread._mirror.extents]
+        free = next(index for index in range(3) if index not in held)
+        with pytest.raises(InvalidRequest, match="say from which one"):
+            backend.move(spread.id, free)
+        moved = backend.move(spread.id, free, source=held[0])
+        assert len(moved.extents) == 2
+        step(3)
+        step(1)
+    np.testing.assert_array_equal(spread.read(0)[0], alone.read(0)[0])
+    spread.pop(5)
+    alone.pop(5)
+    step(2)
+    attached = client.attach(spread.detach())
+    np.testing.assert_array_equal(attached.read(1)[1], alone.read(1)[1])
+
+
+def test_release_after_a_move(two: Backend) -> None:
+    """A holder that does not know of the move releases the session where it is."""
+    twins = Twins(two)
+    twins.step(3)
+    twins.move()
+    twins.moving.release()
+    assert two.num_sessions() == 1
+    client = two.connect()
+    left = client.open(num_rows=1)
+    holder = two.index_of(left._mirror.tail.worker_id)
+    two.beat()
+    two.move(left.id, 1 - holder)
+    del left
+    eventually(lambda: two.num_sessions() == 1)
+
+
+def test_what_cannot_be_moved(start: Start) -> None:
+    """Each refusal says why, and the session stays where and what it is."""
+    geometry = LayerGeometry(2, 8, 8, DType.FLOAT32)
+    backend = start(num_workers=2, memory_bytes=16 * 4 * geometry.token_bytes)
+    client = backend.connect()
+    layers = {"layers": [geometry], "page_size": 4}
+    session, other = (client.open(num_rows=1, **layers) for _ in range(2))
+    holder = backend.index_of(session._mirror.tail.worker_id)
+    k = np.ones((1, 2, 40, 8), np.float32)
+    session.write(0, k, k)
+    other.write(0, k, k)
+    before = [worker.stats().pools for worker in backend.workers]
+
+    def refused(kind: type[KVServiceError], session_id: str, to: int) -> None:
+        with pytest.raises(kind):
+            backend.move(session_id, to)
+
+    refused(SessionNotFound, UNKNOWN_ID, 0)
+    refused(AlreadyExists, session.id, holder)
+    refused(OutOfPages, session.id, 1 - holder)
+    with pytest.raises(WorkerNotFound):
+        backend.manager._moves.move(("", session.id), "nobody", "")
+    backend.workers[1 - holder].drain()
+    backend.beat()
+    refused(Draining, session.id, 1 - holder)
+    after = [worker.stats().pools for worker in backend.workers]
+    assert [[pool.used_pages for pool in pools] for pools in after] == [
+        [pool.used_pages for pool in pools] for pools in before
+    ]
+    np.testing.assert_array_equal(session.read(0)[0], k)
+    assert not any(len(worker.arrivals) for worker in backend.workers)

@@ -1,0 +1,249 @@
+"""Sessions that other workers copy, and take over: what the worker that holds them does."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from kvservice.clock import Clock
+from kvservice.core.errors import Conflict, InvalidRequest
+from kvservice.core.failpoints import Failpoints
+from kvservice.core.geometry import HostTensor
+from kvservice.core.moving import CopiedPages, GroupState, MovedTo, Refused, SessionState, StepState
+from kvservice.core.session import RowRange
+from kvservice_workers.host_tensors import from_numpy
+from kvservice_workers.pools import PoolSet
+from kvservice_workers.session_state import Copy, Freeze, LayerGroup, Refusal, WorkerSession
+from kvservice_workers.session_table import SessionTable
+from kvservice_workers.structure import Structure
+
+FREEZE_S: Final = 0.5
+"""How long a session waits for who wants to take it over."""
+
+COPY_IDLE_S: Final = 10.0
+"""A copy that nobody goes on with for so long may be replaced by another one."""
+
+
+class Departures:
+    """Tells what sessions are made of, and hands them over.
+
+    A copy of a session is made while it is used: pages are numbered, and it is told when each was
+    written last, so that whoever copies fetches again what has changed. At the end the session is
+    frozen, for half a second at most, by a ticket. Handing it over by that ticket is the one moment
+    at which it stops being this worker's, and is somebody else's: who is in doubt asks here.
+    Neither renews a lease: that is its holder's.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        sessions: SessionTable,
+        pools: PoolSet,
+        structure: Structure,
+        clock: Clock,
+        failpoints: Failpoints,
+    ) -> None:
+        self._lock = lock  # the worker's
+        self._sessions = sessions
+        self._pools = pools
+        self._structure = structure
+        self._clock = clock
+        self._failpoints = failpoints
+        self._numbers = itertools.count(1)  # of copies and tickets: none is ever given twice
+        self._copied: dict[int, WorkerSession] = {}  # by the number of the copy
+
+    def state(
+        self, tenant: str, session_id: str, copier: str, copy: int, *, freeze: bool
+    ) -> tuple[int, int, SessionState]:
+        """Return the number of a copy, a ticket, and what the session is made of now.
+
+        Args:
+            copier: Who copies.
+            copy: 0: begin, or go on with what the same copier has begun.
+            freeze: Let nothing change the session for a while. The ticket is 0 otherwise, and what
+                was frozen before thaws.
+
+        Raises:
+            SessionNotFound, SessionMoved.
+            Conflict: Somebody else makes a copy of it, or this one was given up.
+        """
+        with self._using(tenant, session_id) as session:
+            now = self._clock.monotonic()
+            mine = self._begin(session, copier, now) if not copy else self._go_on(session, copy)
+            mine.used_at = now
+            session.frozen = Freeze(next(self._numbers), now + FREEZE_S) if freeze else None
+            ticket = 0 if session.frozen is None else session.frozen.ticket
+            return mine.number, ticket, _state_of(session, self._sessions.left_s(session))
+
+    def pages(
+        self,
+        tenant: str,
+        session_id: str,
+        copy: int,
+        window: int | None,
+        layers: Sequence[int],
+        pages: Sequence[int],
+    ) -> CopiedPages:
+        """Return pages of a layer group, with all that they hold of some layers.
+
+        Raises:
+            SessionNotFound, SessionMoved.
+            Conflict: The copy was given up, or a page is no longer there.
+            InvalidRequest: The session has no such layers.
+        """
+        with self._using(tenant, session_id) as session:
+            self._go_on(session, copy).used_at = self._clock.monotonic()
+            group = session.groups.get(window)
+            if group is None or any(session.window_of(layer) != window for layer in layers):
+                raise InvalidRequest(f"layers {list(layers)} are not of a window of {window}")
+            pool = group.pool
+            if any(not 0 <= page < pool.pages.total for page in pages):
+                raise Conflict("a page is no longer there: look at the session again")
+            size = group.page_size
+            at = np.repeat(np.array(pages, np.int64), size)
+            offsets = np.tile(np.arange(size, dtype=np.int64), len(pages))
+            found: dict[int, tuple[HostTensor, HostTensor]] = {}
+            with pool.lock:
+                for layer in layers:
+                    arena = pool.arenas.get(session.arena_index(layer))
+                    if arena is None:
+                        raise InvalidRequest(f"layer {layer} has stored nothing")
+                    k, v = arena.load(at, offsets)
+                    dtype = arena.geometry.dtype
+                    found[layer] = from_numpy(k, dtype), from_numpy(v, dtype)
+            written = group.written or {}
+            return CopiedPages(tuple(written.get(page, 0) for page in pages), found)
+
+    def hand_over(
+        self, tenant: str, session_id: str, to: MovedTo, *, confirmed: bool = False
+    ) -> None:
+        """Let another worker hold a session from now on. Repeat-safe by the ticket.
+
+        Args:
+            confirmed: It serves the session.
+
+        Raises:
+            SessionNotFound: It has ended.
+            SessionMoved: Somebody else has taken it.
+            Conflict: It is not frozen by this ticket (any more). Nothing has changed.
+        """
+        key = (tenant, session_id)
+        with self._lock:
+            moved = self._sessions.find_moved(key)
+            if moved is not None and moved.to.ticket == to.ticket:
+                moved.confirmed |= confirmed
+                return
+        with self._using(tenant, session_id) as session:
+            frozen = session.frozen
+            if frozen is None or frozen.ticket != to.ticket:
+                raise Conflict("the session is not frozen by this ticket")
+            if self._clock.monotonic() >= frozen.until:
+                raise Conflict("the session has waited long enough, and goes on here")
+            self._end_copy(session)
+            self._structure.free(session, "move")
+            self._pools.usage.change_sessions(session.tenant, -1)
+            self._sessions.hand_over(session, to)
+        self._failpoints.passed("move.handed_over")
+
+    def sweep(self) -> None:
+        """Forget copies that nobody goes on with. The worker's lock is held."""
+        since = self._clock.monotonic() - 3 * COPY_IDLE_S
+        for session in list(self._copied.values()):
+            idle = session.copy is None or session.copy.used_at < since
+            # The other order of locks, so only if nobody has it.
+            if (session.closed or idle) and session.lock.acquire(blocking=False):
+                try:
+                    self._end_copy(session)
+                finally:
+                    session.lock.release()
+
+    @contextmanager
+    def _using(self, tenant: str, session_id: str) -> Iterator[WorkerSession]:
+        """Hold a session and the worker, without renewing the lease."""
+        with self._lock:
+            session = self._sessions.find(tenant, session_id)
+            if session is None:
+                raise self._sessions.missing((tenant, session_id))
+        with session.lock, self._lock:
+            session.check_open()
+            yield session
+
+    def _begin(self, session: WorkerSession, copier: str, now: float) -> Copy:
+        current = session.copy
+        if current is not None:
+            if current.copier == copier:
+                return current
+            if now < current.used_at + COPY_IDLE_S:
+                raise Conflict("the session is being copied by somebody else", retry_delay_s=1.0)
+            self._end_copy(session)
+        session.copy = Copy(next(self._numbers), copier, now)
+        self._copied[session.copy.number] = session
+        for group in session.groups.values():
+            group.written = {}
+        return session.copy
+
+    def _go_on(self, session: WorkerSession, copy: int) -> Copy:
+        if session.copy is None or session.copy.number != copy:
+            raise Conflict("this copy of the session was given up: begin another one")
+        return session.copy
+
+    def _end_copy(self, session: WorkerSession) -> None:
+        if session.copy is not None:
+            self._copied.pop(session.copy.number, None)
+            session.copy = None
+        for group in session.groups.values():
+            group.written = None
+
+
+def _state_of(session: WorkerSession, left_s: float) -> SessionState:
+    step = session.step
+    return SessionState(
+        spec=session.spec,
+        num_rows=session.num_rows,
+        origin=session.origin,
+        epoch=session.epoch,
+        last_change=session.last_change,
+        last_step=session.last_step,
+        step=None
+        if step is None
+        else StepState(step.number, step.header, step.positions, dict(step.appended)),
+        begins_at_zero=session.begins_at_zero,
+        starts=None if session.starts is None else tuple(session.starts),
+        lengths={layer: tuple(lengths) for layer, lengths in session.lengths.items()},
+        geometries=dict(session.geometries),
+        groups=tuple(_group_state(group) for group in session.groups.values()),
+        padding=tuple(
+            RowRange(row, start, stop)
+            for row, padding in enumerate(session.padding)
+            for start, stop in padding.ranges()
+        ),
+        targets=None if session.targets is None else tuple(session.targets),
+        followed_by=session.followed_by,
+        last_write=session.last_write,
+        refused_step=_refused(session.refused_step),
+        refused_write=_refused(session.refused_write),
+        group=session.group,
+        replaces=session.replaces,
+        left_s=left_s,
+    )
+
+
+def _refused(refusal: Refusal | None) -> Refused | None:
+    return None if refusal is None else (refusal.number, refusal.error)
+
+
+def _group_state(group: LayerGroup) -> GroupState:
+    listed = {page for table in group.tables for page in table.entries}
+    written = group.written or {}
+    return GroupState(
+        window=group.window,
+        tables=tuple(tuple(table.entries) for table in group.tables),
+        evicted=tuple(group.evicted),
+        in_use=group.in_use,
+        written={page: at for page, at in written.items() if page in listed},
+    )
