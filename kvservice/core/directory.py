@@ -16,7 +16,7 @@ long as anybody holds it and one ttl longer.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,11 +48,13 @@ class WorkerState(Enum):
 
 
 class Report(NamedTuple):
-    """What a worker says of a session that it holds."""
+    """What a worker says of a session that it holds; `group`: of the extent, as in `Extent`."""
 
     key: SessionKey
     ttl_s: float
     epoch: int
+    replicas: int = 1
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class Directory:
       4. The latest epoch of every session that is listed is known, and no part is beyond it. That
          of one that is not listed will be forgotten.
       5. A worker lists what it has left behind.
+      6. Sessions that are to have copies are listed.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Directory:
         self._left: set[str] = set()  # workers that were drained, and have not come back
         self._lost: LeaseTable[SessionKey] = LeaseTable()  # until when it is remembered
         self._epochs: LatestEpochs[SessionKey] = LatestEpochs()
+        self._copied: set[SessionKey] = set()  # sessions that are to have copies
 
     # What workers say
 
@@ -272,6 +276,8 @@ class Directory:
         key = report.key
         worker.sessions[key] = report
         self._holders.setdefault(key, {})[worker_id] = None
+        if report.replicas > 1:
+            self._copied.add(key)
         self.settle(key)
         latest = self._epochs.heard(key, report.epoch, worker.record.incarnation)
         for other_id in self._holders[key]:
@@ -344,6 +350,24 @@ class Directory:
             if worker.sessions and self._state(worker, now) is WorkerState.DRAINING
         ]
 
+    def missing_copies(self, now: float) -> dict[SessionKey, int]:
+        """Return the sessions that have fewer copies of something than they should, as far as is
+        known, and how many they lack. Costs O(sessions that are to have copies)."""
+        missing: dict[SessionKey, int] = {}
+        for key in self._copied:
+            reports = [
+                self._workers[worker_id].sessions[key]
+                for worker_id in self._holders[key]
+                if self._state(self._workers[worker_id], now) is not WorkerState.DEAD
+            ]
+            latest = max((report.epoch for report in reports), default=0)
+            groups = Counter(report.group for report in reports if report.epoch == latest)
+            wanted = max((report.replicas for report in reports), default=0)
+            lacking = sum(max(0, wanted - count) for count in groups.values())
+            if lacking:
+                missing[key] = lacking
+        return missing
+
     def is_lost(self, key: SessionKey, now: float) -> bool:
         """Whether all of a session has gone with its workers, within its last ttl."""
         return key in self._lost and self._lost.deadline(key) > now
@@ -414,6 +438,7 @@ class Directory:
             assert not (worker.dead and worker.sessions), "a dead worker lists sessions"
             assert worker.left_behind.keys() <= worker.sessions.keys()
         assert not num_listed, "a worker lists a session that does not list it"
+        assert self._copied <= self._holders.keys(), "copies of what is held by nobody"
 
     def _find(self, worker_id: str, incarnation: str) -> _Worker | None:
         worker = self._workers.get(worker_id)
@@ -436,6 +461,7 @@ class Directory:
         del holders[worker_id]
         if not holders:
             del self._holders[key]
+            self._copied.discard(key)
             self._epochs.forget_at(key, now + report.ttl_s)
 
     def _state(self, worker: _Worker, now: float) -> WorkerState:

@@ -19,11 +19,13 @@ class Membership:
     Fields:
         expected: Workers that there should be, without those that were drained; 0: unknown.
         recovery: How it has taken over from an earlier manager; None: it has not, or not yet.
+        missing_copies: Of sessions' pages: as many should be there, and are not.
     """
 
     workers: Sequence[WorkerView]
     expected: int
     recovery: Recovery | None = None
+    missing_copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,10 @@ class Routes:
                 record = self._directory.find_worker(part.worker_id)
                 if record is None or record.incarnation != part.info.extents[0].incarnation:
                     continue  # another life has begun before this answer came
-                report = Report(key, part.info.spec.ttl_s, part.info.epoch)
+                spec = part.info.spec
+                report = Report(
+                    key, spec.ttl_s, part.info.epoch, spec.replicas, part.info.extents[0].group
+                )
                 self._directory.note(report, part.worker_id, now)
 
     def end(self, key: SessionKey, worker_id: str) -> None:
@@ -258,6 +261,11 @@ class Routes:
     def workers(self) -> list[WorkerView]:
         with self._lock:
             return self._directory.workers(self._clock.monotonic())
+
+    def missing_copies(self) -> dict[SessionKey, int]:
+        """Return the sessions that lack copies, and how many."""
+        with self._lock:
+            return self._directory.missing_copies(self._clock.monotonic())
 
     def is_dead(self, worker_id: str) -> bool:
         """Whether a worker is known, or presumed, to be dead."""

@@ -434,7 +434,8 @@ class PageManager:
         with self._take_over_lock:
             recovery = self._take_over.recovery(self._clock.monotonic())
         expected = max(0, self.workers_expected - self._routes.num_left())
-        return Membership(self.workers(), expected, recovery)
+        missing = sum(self._routes.missing_copies().values())
+        return Membership(self.workers(), expected, recovery, missing)
 
     def events(self) -> list[Event]:
         """Return what has happened to workers lately, oldest first."""

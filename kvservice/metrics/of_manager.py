@@ -51,6 +51,12 @@ def _of_manager(found: Membership, clock: Clock) -> Iterator[Metric]:
         (),
         {view.record.worker_id: view.restarts for view in found.workers},
     )
+    yield gauge(
+        "kvservice_session_copies_missing",
+        "Copies of sessions' extents that should be there by their replicas, and are not.",
+        {},
+        found.missing_copies,
+    )
     recovery = found.recovery
     yield counter_by(
         "kvservice_manager_recoveries",

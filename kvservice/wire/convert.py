@@ -432,7 +432,13 @@ def record_to_pb(stats: core.WorkerStats, metrics_address: str) -> manager_pb2.W
 def report_from_pb(pb: manager_pb2.SessionReport) -> Report:
     """Return what a worker reports of a session that it holds."""
     key = (pb.tenant, pb.session.session_id)
-    return Report(key, seconds_from_pb(pb.session.spec.ttl, "ttl"), pb.session.epoch)
+    return Report(
+        key,
+        seconds_from_pb(pb.session.spec.ttl, "ttl"),
+        pb.session.epoch,
+        pb.session.spec.replica_count or 1,
+        pb.session.extents[0].group if pb.session.extents else 0,
+    )
 
 
 def left_behind_to_pb(key: SessionKey, epoch: int) -> manager_pb2.SessionReport:
@@ -445,4 +451,7 @@ def report_to_pb(tenant: str, info: core.SessionInfo) -> manager_pb2.SessionRepo
     """Return a session as a heartbeat reports it: what the directory keeps, and no more."""
     spec = types_pb2.SessionSpec(row_count=info.spec.num_rows, ttl=seconds_to_pb(info.spec.ttl_s))
     session = types_pb2.Session(session_id=info.session_id, epoch=info.epoch, spec=spec)
+    if info.spec.replicas > 1:
+        session.spec.replica_count = info.spec.replicas
+        session.extents.add(group=info.extents[0].group)
     return manager_pb2.SessionReport(tenant=tenant, session=session)

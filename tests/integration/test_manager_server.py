@@ -255,7 +255,15 @@ def test_repeats_change_nothing_and_others_are_refused(one: Cluster) -> None:
             ),
             errors.InvalidRequest,
         ),
-        ("Allocate", allocate_request(str(uuid.uuid4()), spec(replicas=2)), errors.Unimplemented),
+        ("Allocate", allocate_request(str(uuid.uuid4()), spec(replicas=2)), errors.Unavailable),
+        (
+            "Allocate",
+            types_pb2.AllocateRequest(
+                session_id=str(uuid.uuid4()),
+                spec=types_pb2.SessionSpec(row_count=1, replica_count=3),
+            ),
+            errors.InvalidRequest,
+        ),
         ("Allocate", allocate_request(str(uuid.uuid4()), spec(spread=2)), errors.Unavailable),
         (
             "Allocate",

@@ -360,3 +360,30 @@ def test_session_begun_anew_has_no_past(directory: Directory) -> None:
     directory.begin(A)
     assert directory.latest(A, 5.0) is None
     directory.check()
+
+
+def test_copies_are_missed() -> None:
+    """Those of dead workers, and those that the session has left an epoch behind."""
+    directory = Directory()
+    for name in "abc":
+        directory.register(record(name), [], 0.0)
+    key = ("t", "s")
+
+    def hold(name: str, epoch: int, group: int) -> None:
+        directory.note(Report(key, TTL_S, epoch, 2, group), name, 0.0)
+        directory.check()
+
+    hold("a", 1, 1)
+    assert directory.missing_copies(0.0) == {key: 1}
+    hold("b", 1, 1)
+    assert directory.missing_copies(0.0) == {}
+    hold("b", 2, 1)
+    assert directory.missing_copies(0.0) == {key: 1}
+    hold("c", 2, 1)
+    assert directory.missing_copies(0.0) == {}
+    directory.bury("b", directory.find_worker("b").incarnation, 0.0)  # type: ignore[union-attr]
+    assert directory.missing_copies(0.0) == {key: 1}
+    for name in "ac":
+        directory.end(key, name, 0.0)
+    directory.check()
+    assert directory.missing_copies(0.0) == {}

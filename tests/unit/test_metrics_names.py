@@ -79,6 +79,7 @@ WORKER = {
 MANAGER = {
     "kvservice_workers": "gauge",
     "kvservice_workers_expected": "gauge",
+    "kvservice_session_copies_missing": "gauge",
     "kvservice_worker_heartbeat_timestamp_seconds": "gauge",
     "kvservice_worker_restarts_total": "counter",
     "kvservice_manager_recoveries_total": "counter",
