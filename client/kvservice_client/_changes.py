@@ -98,7 +98,7 @@ class Changes:
         self._links.settle_extents()
         if may_come_back and self._mirror.extents:
             self._tell_front()
-        elif change.leaves_behind:
+        elif change.leaves_behind and not self._links.connections.lone_worker:
             self._let_front_know()
 
     def _going_on(self) -> Change:

@@ -50,6 +50,9 @@ OUTCOME_UNKNOWN: Final = (PagesLost, CopyGivenUp, Unavailable, DeadlineExceeded,
 FOLLOW_TIMEOUT_S: Final = 1.0
 """How long to ask where a session has moved to, before others are asked."""
 
+LOOK_S: Final = 0.1
+"""How long to ask, where there is another copy to go on with."""
+
 MAX_FOLLOWED: Final = 16
 """How often a session may move while one call is made."""
 
@@ -182,11 +185,10 @@ class Links:
         """Call the client's own server."""
         return self.connections.ask(FRONT, method, request, timeout_s=timeout_s)
 
-    def tell_front(self, method: str, request: Message, *, timeout_s: float) -> None:
-        """Make a call whose answer nobody needs, once."""
-        if not self.connections.lone_worker:
-            transport = self.connections.to(FRONT)
-            transport.call(MANAGER.full_name, method, request, timeout_s=timeout_s)
+    def tell_front(self, method: str, request: Message, *, timeout_s: float) -> Any:
+        """Make a call on the client's manager once, whose answer is not needed."""
+        transport = self.connections.to(FRONT)
+        return transport.call(MANAGER.full_name, method, request, timeout_s=timeout_s)
 
     def told_extents(self, session: types_pb2.Session) -> list[core.Extent]:
         """Return the extents of an answer, with addresses to dial."""
@@ -301,11 +303,15 @@ class Links:
             return None
         request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
         try:
-            session = self.ask_front("GetSession", request, timeout_s=FOLLOW_TIMEOUT_S).session
+            if self._mirror.other_copy(extent) is None:
+                session = self.ask_front("GetSession", request, timeout_s=FOLLOW_TIMEOUT_S).session
+            else:  # which can go on: what this one held need not be found
+                session = self.tell_front("GetSession", request, timeout_s=LOOK_S).session
         except KVServiceError:
             return None
+        known = {copy.incarnation for copy in self._mirror.everywhere}
         for one in self.told_extents(session):
-            if one.incarnation != extent.incarnation and one.stands_for(extent.incarnation):
+            if one.incarnation not in known and one.stands_for(extent.incarnation):
                 return one
         return None
 
