@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -417,6 +417,17 @@ class Directory:
             )
             for _, worker in sorted(self._workers.items())
         ]
+
+    def living_holders(self, now: float) -> Iterator[tuple[str, list[str]]]:
+        """Yield the tenant of each session, and the workers that hold it and are not dead."""
+        living = set(self.living(now))
+        for key, holders in self._holders.items():
+            yield key[0], [worker_id for worker_id in holders if worker_id in living]
+
+    def living(self, now: float) -> list[str]:
+        """Return the workers that are not dead."""
+        workers = self._workers.items()
+        return [name for name, one in workers if self._state(one, now) is not WorkerState.DEAD]
 
     def check(self) -> None:
         """Assert all invariants."""

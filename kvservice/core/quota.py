@@ -1,4 +1,4 @@
-"""What one tenant may take of one worker."""
+"""What one tenant may take."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvservice.core.errors import InvalidRequest, QuotaExceeded
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of one tenant on each worker. None: no limit of its own.
+    """Limits of one tenant. None: no limit of its own.
 
     Fields:
-        sessions: Open at the same time.
-        pages: Used by or promised to its sessions.
+        sessions: Open at the same time, on all workers.
+        pages: Used by or promised to its sessions, on all workers.
         rows: Of one session.
         tokens: The length of a row.
         calls: In progress at the same time, on each server; a stream or a lane is one.

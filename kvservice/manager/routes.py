@@ -47,6 +47,7 @@ from kvservice.core.failpoints import Failpoints
 from kvservice.core.membership import Event, EventLog
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.session import SessionInfo
+from kvservice.core.tenancy import TenantUse, Use
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.convert import session_from_pb, session_to_pb
 
@@ -127,6 +128,7 @@ class Routes:
         self._directory = directory
         self._workers_expected = workers_expected
         self._settled_at = clock.monotonic() + settle_s
+        self._use = TenantUse()
         self._events = EventLog()
         self._handles: dict[str, tuple[str, WorkerHandle]] = {}  # worker id -> address, handle
         self._busy: dict[SessionKey, threading.Event] = {}  # set when it is no longer
@@ -169,6 +171,16 @@ class Routes:
             leave_by = self._directory.leave_by(record.worker_id)
             left_behind = self._directory.left_behind(record.worker_id, now)
         return None if leave_by is None else max(0.0, leave_by - now), left_behind
+
+    def used_elsewhere(self, worker_id: str, pages: Mapping[str, int]) -> dict[str, Use]:
+        """Take what a worker says of the limited tenants there, and return what these have on
+        others that live."""
+        with self._lock:
+            now = self._clock.monotonic()
+            self._use.reported(worker_id, pages)
+            if self._use.is_due(now):
+                self._use.count(self._directory.living_holders(now), now)
+            return self._use.elsewhere(worker_id, self._directory.living(now))
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         with self._lock:

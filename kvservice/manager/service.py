@@ -513,6 +513,15 @@ class PageManager:
             left_behind=[convert.left_behind_to_pb(*one) for one in left_behind],
             ended_token_ids=self._ended_tokens(request.token_ids),
         )
+        if first or request.known_manager:  # not of what only goes on with a long list
+            pages = {one.tenant: one.page_count for one in request.limited_tenants}
+            used = self._routes.used_elsewhere(record.worker_id, pages)
+            response.used_elsewhere.extend(
+                manager_pb2.TenantUse(
+                    tenant=tenant, session_count=one.num_sessions, page_count=one.num_pages
+                )
+                for tenant, one in used.items()
+            )
         if request.leaving:
             self._routes.leave(record.worker_id, record.incarnation)
         elif leave_in_s is not None:

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from kvservice.core.directory import WorkerView
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.session import EndedSession, SessionInfo
+from kvservice.core.tenancy import Use
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 
@@ -25,6 +26,10 @@ class Reporting(Protocol):
     ) -> tuple[int, list[tuple[str, SessionInfo]], list[EndedSession]]: ...
 
     def release(self, tenant: str, session_ids: Mapping[str, int]) -> int: ...
+
+    def limited_tenants(self) -> dict[str, int]: ...
+
+    def used_elsewhere(self, use: Mapping[str, Use]) -> None: ...
 
 
 class Tokens(Protocol):
@@ -53,6 +58,7 @@ class HeartbeatSource:
         self._worker = worker
         self._tokens = tokens
         self._asked: list[bytes] = []
+        self._is_first = False  # of the messages of one heartbeat
         self._failpoints = failpoints
         self._metrics_address = metrics_address
         self._cursor = 0
@@ -67,6 +73,14 @@ class HeartbeatSource:
         if self._tokens is not None:
             self._tokens.settle(self._asked, answer.ended_token_ids)
             self._asked = []
+        if self._is_first:
+            self._is_first = False
+            self._worker.used_elsewhere(
+                {
+                    one.tenant: Use(one.session_count, one.page_count)
+                    for one in answer.used_elsewhere
+                }
+            )
         for report in answer.left_behind:
             if report.session.epoch > 0:
                 epochs = {report.session.session_id: report.session.epoch}
@@ -89,9 +103,14 @@ class HeartbeatSource:
         reports = [convert.report_to_pb(tenant, info) for tenant, info in changed]
         ends = [_ended(one) for one in ended]
         self._asked = [] if self._tokens is None else self._tokens.in_use()
+        self._is_first = True
         yield manager_pb2.HeartbeatRequest(
             worker=worker,
             token_ids=self._asked,
+            limited_tenants=[
+                manager_pb2.TenantUse(tenant=tenant, page_count=pages)
+                for tenant, pages in self._worker.limited_tenants().items()
+            ],
             sessions=reports[:MAX_SESSIONS],
             ended_sessions=ends,
             known_manager=self._known_manager,

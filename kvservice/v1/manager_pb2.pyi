@@ -98,30 +98,44 @@ class SessionReport(_message.Message):
     expired: bool
     def __init__(self, tenant: _Optional[str] = ..., session: _Optional[_Union[_types_pb2.Session, _Mapping]] = ..., expired: bool = ...) -> None: ...
 
+class TenantUse(_message.Message):
+    __slots__ = ("tenant", "session_count", "page_count")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_count: int
+    page_count: int
+    def __init__(self, tenant: _Optional[str] = ..., session_count: _Optional[int] = ..., page_count: _Optional[int] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker", "sessions", "ended_sessions", "known_manager", "leaving", "token_ids")
+    __slots__ = ("worker", "sessions", "ended_sessions", "known_manager", "leaving", "token_ids", "limited_tenants")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ENDED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_MANAGER_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LIMITED_TENANTS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     sessions: _containers.RepeatedCompositeFieldContainer[SessionReport]
     ended_sessions: _containers.RepeatedCompositeFieldContainer[SessionReport]
     known_manager: str
     leaving: bool
     token_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., known_manager: _Optional[str] = ..., leaving: bool = ..., token_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    limited_tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., known_manager: _Optional[str] = ..., leaving: bool = ..., token_ids: _Optional[_Iterable[bytes]] = ..., limited_tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
-    __slots__ = ("manager_incarnation", "drain", "left_behind", "ended_token_ids")
+    __slots__ = ("manager_incarnation", "drain", "left_behind", "ended_token_ids", "used_elsewhere")
     MANAGER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEFT_BEHIND_FIELD_NUMBER: _ClassVar[int]
     ENDED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    USED_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     manager_incarnation: str
     drain: _duration_pb2.Duration
     left_behind: _containers.RepeatedCompositeFieldContainer[SessionReport]
     ended_token_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., left_behind: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_token_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    used_elsewhere: _containers.RepeatedCompositeFieldContainer[TenantUse]
+    def __init__(self, manager_incarnation: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., left_behind: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., ended_token_ids: _Optional[_Iterable[bytes]] = ..., used_elsewhere: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ...) -> None: ...

@@ -13,12 +13,13 @@ from kvservice.config import ConfigError, ManagerSettings, Security, WorkerSetti
 from kvservice.core import errors
 from kvservice.core.capability import Keyring
 from kvservice.core.geometry import DType, LayerGeometry
+from kvservice.core.tenancy import Use
 from kvservice.runtime.worker import WorkerServer
 from kvservice.server.guard import MIN_LIFE_S
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.lane import LanePipe
 from kvservice.wire.names import WORKER
-from kvservice_client import connect
+from kvservice_client import Client, Session, connect
 from kvservice_client._transport_lane import _connect
 from tests.driving import Driver
 from tests.securing import LIMITS, Folder, SecuredService, secured
@@ -256,6 +257,58 @@ def test_quotas_bound_what_a_tenant_takes(folder: Folder, tmp_path: Path) -> Non
         until(lambda: service.workers[0].secrets.quota_of("alice").pages == 5)
         first.attend(0, *(k[:, :, :1],) * 3)
         for session in (first, others):
+            session.release()
+
+
+def test_quotas_are_for_all_workers_together(folder: Folder, tmp_path: Path) -> None:
+    """What a tenant has on one worker counts on the other, by the next heartbeat; what it gives
+    back there is free here; a session on both counts once."""
+    quotas = tmp_path / "quotas.toml"
+    quotas.write_text("[default]\nsessions = 3\npages = 6\n")
+    with secured(folder, folder.security(quota_file=str(quotas)), num_workers=2) as service:
+        alice, bob = service.connect("alice"), service.connect("bob")
+        k = np.ones((1, 2, 64, 8), np.float32)
+
+        def usage(number: int, tenant: str) -> tuple[int, int]:
+            with (worker := service.workers[number].worker)._lock:
+                found = worker._pools.usage
+                elsewhere = found.elsewhere.get(tenant, Use())
+                return elsewhere.num_sessions, elsewhere.num_pages
+
+        def opened_on(number: int, client: Client, **options: int) -> Session:
+            while True:  # the manager chooses; the other one's is given back
+                session = client.open(num_rows=1, layers=[GEOMETRY], **options)
+                [extent] = session._mirror.extents
+                if extent.address == service.workers[number].address:
+                    return session
+                others.append(session)
+
+        others: list[Session] = []
+        first, second = opened_on(0, bob), opened_on(1, bob)
+        for session in others:
+            session.release()
+        until(lambda: usage(0, "bob") == (1, 0))
+        until(lambda: usage(1, "bob") == (1, 0))
+        first.attend(0, k, k, k)  # four pages
+        until(lambda: usage(1, "bob") == (1, 4))
+        second.attend(0, *(k[:, :, :32],) * 3)  # two
+        for session in (second, first):
+            until(lambda: usage(0, "bob") == (1, 2))
+            with pytest.raises(errors.QuotaExceeded) as caught:
+                session.attend(0, *(k[:, :, :1],) * 3)
+            assert caught.value.metadata["quota"] == "pages"
+            assert caught.value.metadata["needed"] == "7"
+        second.reset()
+        until(lambda: usage(0, "bob") == (1, 0))
+        first.attend(0, *(k[:, :, :32],) * 3)
+        third = bob.open(num_rows=1)
+        until(lambda: all(usage(number, "bob")[0] >= 1 for number in (0, 1)))
+        until(lambda: sum(usage(number, "bob")[0] for number in (0, 1)) == 3)
+        with pytest.raises(errors.QuotaExceeded) as caught:
+            bob.open(num_rows=1)
+        assert caught.value.metadata["quota"] == "sessions"
+        both = [alice.open(num_rows=1, spread=2) for _ in range(3)]
+        for session in (first, second, third, *both):
             session.release()
 
 

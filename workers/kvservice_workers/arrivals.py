@@ -171,7 +171,7 @@ class Arrivals:
         """
         with self._lock:
             self.check_admitted(tenant, session_id)
-            self._pools.usage.check_sessions(tenant, state.spec)
+            self._pools.usage.check_sessions(tenant, state.spec, is_counted=True)
             session = WorkerSession((tenant, session_id), state.spec, state.origin)
             session.quota = self._pools.usage.quota_of(tenant)
             self._structure.open_groups(session, None)
@@ -348,7 +348,7 @@ class Arrivals:
             pool, before = pools.get(id(session.groups[window].pool), (None, 0))
             pools[id(session.groups[window].pool)] = session.groups[window].pool, before + change
             grown += change
-        self._pools.usage.check_pages(session.tenant, grown)
+        self._pools.usage.check_pages(session.tenant, grown, is_counted=True)
         for pool, change in pools.values():
             if change > 0:
                 self._pools.make_room(pool, change, keep=session.pools())

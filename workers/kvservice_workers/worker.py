@@ -42,6 +42,7 @@ from kvservice.core.session import (
     WriteCall,
     check_session_id,
 )
+from kvservice.core.tenancy import Use
 from kvservice_workers.arrivals import Arrivals
 from kvservice_workers.counters import FAILURE_REASONS, Counters
 from kvservice_workers.data_path import DataPath
@@ -171,7 +172,7 @@ class PageWorker:
                 return self._info(existing)
             self._admit()
             with self._counting_refusals():
-                self._pools.usage.check_sessions(tenant, spec)
+                self._pools.usage.check_sessions(tenant, spec, is_counted=bool(epoch))
             session = self._new_session(key, spec, origin)
             session.epoch, session.group = epoch or 1, group
             if extent_starts:
@@ -690,6 +691,19 @@ class PageWorker:
             for session in self._sessions.all():
                 found[session.key[0]] += session.num_pages
             return dict(found)
+
+    def limited_tenants(self) -> dict[str, int]:
+        """Return the pages of each tenant that has sessions here, and a limit of these or those."""
+        with self._lock:
+            return self._pools.usage.limited()
+
+    def used_elsewhere(self, use: Mapping[str, Use]) -> None:
+        """Take what limited tenants have on all other workers: their quotas are for all of them.
+
+        Who has more than it may keeps it, and gets no more.
+        """
+        with self._lock:
+            self._pools.usage.elsewhere = dict(use)
 
     def audit(self) -> int:
         """Compare all pages' references with all tables; return how many disagree newly.
