@@ -236,8 +236,11 @@ class Session:
             OutOfPages: No worker has room. Nothing has been stored; only in the first step of a
                 session that has not stated its layers, a later layer may be refused: roll back.
         """
-        special = (counts, sinks, bias, column_starts, query_positions)
-        plain = type(mask) is str and all(one is None for one in special)
+        plain = (
+            type(mask) is str
+            and counts is sinks is bias is column_starts is None
+            and query_positions is None
+        )
         options = (mask, window, chunk, softcap)
         with self._lock:
             self._ready()

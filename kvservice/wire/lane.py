@@ -107,7 +107,8 @@ class LanePipe:
                 f"a frame may have {self._max_bytes} bytes, this one has {size}",
                 limit_bytes=self._max_bytes,
             )
-        if not self._fill(_LENGTH.size + size):
+        # Mostly all of it has come at once.
+        if self._stop - self._start < _LENGTH.size + size and not self._fill(_LENGTH.size + size):
             raise Unavailable("the lane has ended within a frame")
         begin = self._start + _LENGTH.size
         self._start = begin + size

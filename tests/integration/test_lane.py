@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -241,3 +242,60 @@ def test_what_is_no_frame_closes_the_lane(lane: LaneServer, sent: bytes) -> None
     assert ask(other, call_id=3).result.call_id == 3
     other.close()
     eventually(lambda: not lane._open, timeout_s=5)
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[LanePipe, LanePipe]]:
+    """Both ends of a connection."""
+    ends = [LanePipe(one, 1 << 24) for one in socket.socketpair()]
+    yield ends[0], ends[1]
+    for end in ends:
+        end.close()
+
+
+def test_a_frame_may_lie_in_pieces_of_any_kind(pipes: tuple[LanePipe, LanePipe]) -> None:
+    """Bytes and arrays, small and far larger than what a socket takes at once."""
+    here, there = pipes
+    for size in (3, 1 << 22):
+        array = numbers(size)
+        pieces = (b"head", array, b"tail")
+        whole = b"head" + array.tobytes() + b"tail"
+        sender = threading.Thread(target=here.send_pieces, args=(pieces, len(whole)))
+        sender.start()
+        received = there.receive()
+        assert received is not None
+        assert bytes(received) == whole
+        sender.join()
+        assert not there.has_input
+
+
+def test_waiting_ends_when_it_should(pipes: tuple[LanePipe, LanePipe]) -> None:
+    """For a frame, for the rest of one, and for room; and then everything goes on as before."""
+    here, there = pipes
+    for end in pipes:
+        end.set_timeout(0.05)
+    with pytest.raises(TimeoutError):
+        there.receive()
+    here.socket.sendall(b"\x05\0\0\0ab")
+    with pytest.raises(TimeoutError):
+        there.receive()
+    here.socket.sendall(b"cde")
+    received = there.receive()
+    assert received is not None
+    assert bytes(received) == b"abcde"
+    with pytest.raises(TimeoutError):
+        here.send((bytes(1 << 23),))
+
+
+def test_it_is_seen_whether_something_has_come(pipes: tuple[LanePipe, LanePipe]) -> None:
+    """A frame that nobody asked for, one behind another, and the end."""
+    here, there = pipes
+    assert not there.has_input
+    here.send((b"a", b"b"))
+    assert there.has_input
+    assert there.receive() is not None
+    assert there.has_input, "the second one, in the buffer already"
+    assert there.receive() is not None
+    assert not there.has_input
+    here.close()
+    assert there.has_input
