@@ -91,7 +91,7 @@ class Links:
         self._mirror = mirror
 
     def unary(self, extent: Extent, method: str, request: Message) -> Any:
-        """Make a call that may be repeated."""
+        """Make a call that may be repeated, for the extent's incarnation of its worker."""
 
         def attempt(left_s: float) -> Any:
             self._address(extent, request)

@@ -38,6 +38,8 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
 
     Raises:
         AlreadyExists: The id is in use for another request.
+        WorkerLost: The session was lost with its workers: this may be a late copy of the request
+            that had opened it, and an empty session is not to hide that.
         OutOfPages, Draining, Unavailable, ...: Not enough workers took it. Nothing has changed.
     """
     request = types_pb2.AllocateRequest(session_id=key[1], spec=convert.spec_to_pb(spec))
@@ -51,6 +53,11 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
             raise WorkerLost(
                 "not all workers of the session can be had: open another one", retry_delay_s=1.0
             ) from error
+    if routes.is_lost(key):
+        raise WorkerLost(
+            "the session has died with its workers: release it first, or open another one",
+            retry_delay_s=1.0,
+        )
     placed: list[Part] = []
     failures: list[KVServiceError] = []
     needed = spec.spread * spec.replicas

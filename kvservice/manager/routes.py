@@ -258,6 +258,11 @@ class Routes:
             latest = self._directory.latest(key, self._clock.monotonic())
         return latest is not None and latest.epoch > epoch
 
+    def is_lost(self, key: SessionKey) -> bool:
+        """Whether all of a session is known to have gone with its workers, not long ago."""
+        with self._lock:
+            return self._directory.is_lost(key, self._clock.monotonic())
+
     def give_up(self, key: SessionKey) -> None:
         """Let those go who hold parts of a session that is lost, if those are all too old."""
         with self._lock:
@@ -399,6 +404,8 @@ class Routes:
             # It went while this call was on its way: the next one finds it.
             raise Moving(error.message, retry_delay_s=RETRY_DELAY_S) from error
         except (Unavailable, DeadlineExceeded, StaleWorker) as error:
+            if isinstance(error, StaleWorker):  # another one answers, so this one is no more
+                self.bury(worker_id, record.incarnation)
             raise WorkerLost(
                 f"worker {worker_id} does not answer: {error.reason}",
                 retry_delay_s=RETRY_DELAY_S,

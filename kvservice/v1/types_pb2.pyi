@@ -242,18 +242,20 @@ class WorkerStats(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., session_count: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., page_allocation_count: _Optional[int] = ..., page_frees: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., allocation_failures: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., appended_token_count: _Optional[int] = ..., popped_token_count: _Optional[int] = ..., appended_bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., lease_expiration_count: _Optional[int] = ..., draining: bool = ..., replays: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., stale_epoch_count: _Optional[int] = ..., page_discrepancies: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., attention_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., attention_rows: _Optional[_Union[Distribution, _Mapping]] = ..., session_pages: _Optional[_Union[Distribution, _Mapping]] = ..., moves: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., moved_bytes: _Optional[int] = ..., handover_seconds: _Optional[_Union[Distribution, _Mapping]] = ..., arriving_count: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
-    __slots__ = ("session_id", "spec", "extent_starts", "epoch", "group")
+    __slots__ = ("session_id", "spec", "extent_starts", "epoch", "group", "incarnation")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     EXTENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     spec: SessionSpec
     extent_starts: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
     group: int
-    def __init__(self, session_id: _Optional[str] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extent_starts: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, session_id: _Optional[str] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extent_starts: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., group: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class AllocateResponse(_message.Message):
     __slots__ = ("session",)
@@ -434,14 +436,16 @@ class RenewLeaseResponse(_message.Message):
     def __init__(self, missing_session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id", "capability", "ticket")
+    __slots__ = ("session_id", "capability", "ticket", "incarnation")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     capability: bytes
     ticket: int
-    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
     __slots__ = ("session",)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 
 from kvservice.core.caller import ANONYMOUS
 from kvservice.v1 import types_pb2
-from kvservice_client import DeadlineExceeded, InvalidRequest, PagesLost, SessionNotFound
+from kvservice_client import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PagesLost,
+    SessionNotFound,
+    StaleWorker,
+    WorkerLost,
+)
 from kvservice_client._connections import FRONT
 from kvservice_client.testing import eventually
 from tests.backends import Backend
@@ -113,6 +121,49 @@ def test_who_does_not_know_how_far_it_is_releases_its_own(
         assert other.roll_back() == other.lengths(0)
         other.release()
     assert backend.num_sessions() == 0
+
+
+def test_a_late_copy_opens_nothing_anew(start: Start) -> None:
+    """An empty session by its id would hide that one was lost, whoever is asked for it."""
+    backend = start()
+    faults, client = faulty(backend)
+    driver = Driver.open(client, page_size=4)
+    driver.step(5)
+    request = types_pb2.AllocateRequest.FromString(faults.sent("Allocate")[0][1])
+    extent = driver.session._mirror.extents[0]
+    backend.kill(0)
+    backend.bury(0)
+    backend.restart(0)
+    ask = backend.connect(config=replace(QUICK, timeout_s=0.2))._connections.ask
+    with pytest.raises(WorkerLost):
+        ask(FRONT, "Allocate", request)
+    request.incarnation = extent.incarnation  # as the manager has forwarded it
+    with pytest.raises(StaleWorker):
+        ask(extent.address, "Allocate", request)
+    with pytest.raises(PagesLost):
+        client.attach(driver.session.id)
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    assert driver.session.roll_back() == (0, 0)
+    driver.dense.pop(keep=(0, 0))
+    driver.step(3)
+    driver.check_stored()
+
+
+def test_workers_that_all_live_again(start: Start) -> None:
+    """What they held is lost, and said to be, not unknown: the session goes on from nothing."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), spread=2, page_size=4)
+    driver.step(8)
+    for index in range(2):
+        backend.kill(index)
+        backend.restart(index)
+    with pytest.raises(PagesLost):
+        driver.session.attend(0, *driver.tokens(1))
+    assert driver.session.roll_back() == (0, 0)
+    driver.dense.pop(keep=(0, 0))
+    driver.step(3)
+    driver.check_stored()
 
 
 def held_by(backend: Backend) -> set[str]:

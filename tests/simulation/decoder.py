@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvservice.core.errors import (
     CapacityError,
+    Conflict,
     DeadlineExceeded,
     Draining,
     InternalError,
@@ -22,7 +23,8 @@ from kvservice.core.errors import (
 )
 from kvservice.core.geometry import DType, LayerGeometry
 from kvservice_client import Session
-from tests.simulation.world import TTL_S, SimClient
+from kvservice_client._extents import Extent
+from tests.simulation.world import SimClient
 
 DIM = 2
 MAX_LENGTH = 24
@@ -95,6 +97,7 @@ class Decoder:
         *,
         num_layers: int,
         num_ops: int,
+        ttl_s: float,
         story: Story | None = None,
         spreads: Sequence[int] = (1,),
         replicas: Sequence[int] = (1,),
@@ -107,6 +110,7 @@ class Decoder:
         self.rng = process.loop.rng
         self.num_layers = num_layers
         self.num_ops = num_ops
+        self.ttl_s = ttl_s
         self.spreads, self.replicas = spreads, replicas
         self.rests = rests
         self.story = story or Story("", [], num_layers)
@@ -141,8 +145,11 @@ class Decoder:
         while self.num_ops > 0:
             self.num_ops -= 1
             operation = self.rng.choices(
-                [self.step, self.pop, self.select, self.fork, self.read, self.reset, self.idle],
-                [10, 2, 2, 1, 2, 0.5, 1],
+                [
+                    *(self.step, self.pop, self.select, self.fork),
+                    *(self.branch, self.read, self.reset, self.idle),
+                ],
+                [10, 2, 2, 1, 0.5, 2, 0.5, 1],
             )[0]
             self.loop.note(self.process.name, operation.__name__)
             operation()
@@ -196,7 +203,7 @@ class Decoder:
                     self._resolve()
                     return False
             except (PagesLost, StaleEpoch, SessionNotFound) as error:
-                self._note(error)
+                self._note(error, session)
                 self._resolve()
                 return False
             else:
@@ -212,7 +219,7 @@ class Decoder:
         layer = self.rng.randrange(self.num_layers)
         if not min(self.state.lengths()):
             return
-        out = self._try(lambda: session.attend(layer, q))
+        out = self._try(lambda: session.attend(layer, q), session)
         if out is not None:
             self._compare(out, self.state, layer, 1)
 
@@ -235,25 +242,44 @@ class Decoder:
         session = self._session()
         shortest = min(self.state.lengths())
         count = self.rng.randint(1, shortest) if shortest and self.rng.random() < 0.5 else None
-        child = self._try(lambda: session.fork(count))
+        child = self._try(lambda: session.fork(count), session)
         if child is None:
             return
         keep = self.state.lengths() if count is None else (count,) * self.state.num_rows
         self.kept.append(child)
         forked = self.state.cut(keep)
         if self.rng.random() < 0.5:
-            self._try(session.release)
+            self._try(session.release, session)
             self.session, self.state = child, forked
             self.story.session_id, self.story.candidates = child.id, [forked]
         else:
-            stored = self._try(lambda: self._stored(child))
+            stored = self._try(lambda: self._stored(child), child)
             if stored is not None and not _same(stored, forked):
                 raise WrongTokens("a fork is not its parent")
-            self._try(child.release)
+            self._try(child.release, child)
+
+    def branch(self) -> None:
+        """Fork by id, as those do who do not hold the session, and look at what that gives."""
+        session_id = self._session().id
+        if not any(self.state.lengths()):
+            return
+        try:
+            child = self._try(lambda: self.process.client.fork(session_id))
+        except Conflict:
+            if self.replaced:  # by somebody who is amid a change
+                raise Replaced from None
+            raise
+        if child is None:
+            return
+        self.kept.append(child)
+        stored = self._try(lambda: self._stored(child), child)
+        if stored is not None and not self.replaced and not _same(stored, self.state):
+            raise WrongTokens("a branch is not what it was forked from")
+        self._try(child.release, child)
 
     def read(self) -> None:
         session = self._session()
-        stored = self._try(lambda: self._stored(session))
+        stored = self._try(lambda: self._stored(session), session)
         if stored is not None and not _same(stored, self.state):
             raise WrongTokens("what is read is not what was stored")
 
@@ -270,31 +296,38 @@ class Decoder:
 
     def _change(self, change: Callable[[Session], None], after: State) -> None:
         self.story.candidates = [self.state, after]
+        session = self._session()
         try:
-            change(self._session())
+            change(session)
         except (CapacityError, *UNKNOWN, PagesLost, StaleEpoch, SessionNotFound) as error:
-            self._note(error)
+            self._note(error, session)
             self._resolve()
         else:
             self.state = after
             self.story.candidates = [after]
 
-    def _try(self, call: Callable[[], T]) -> T | None:
-        """Make a call that changes nothing here; after an error find out where things stand."""
+    def _try(self, call: Callable[[], T], held: Session | None = None) -> T | None:
+        """Make a call that changes nothing here; after an error find out where things stand.
+
+        Args:
+            held: The session that is called, if by its holder.
+        """
         try:
             return call()
         except (CapacityError, Draining):  # a worker that leaves forks nothing
             return None
         except (*UNKNOWN, PagesLost, StaleEpoch, SessionNotFound) as error:
-            self._note(error)
+            self._note(error, held)
             self._resolve()
             return None
 
     def _resolve(self) -> None:
         """Find out which of the candidates the session holds, or how much of one is left."""
         lost = False
+        extents: list[Extent] = []
         for _ in range(100):
             session = self._session()
+            extents += [*session._mirror.extents, *session._mirror.spares]
             try:
                 lengths = self._rolled_back(session)
                 stored = self._stored(session)
@@ -305,13 +338,15 @@ class Decoder:
                 self._note(error)
                 lost = True
             except (StaleEpoch, SessionNotFound) as error:
-                self._note(error)
+                self._note(error, session)
                 self._replace()
                 return
             except CapacityError:
                 self.loop.sleep(self.process, 0.5)
             else:
                 lost = lost or PagesLost.reason in self.story.errors
+                # What is found to be lost while it is rolled back is no error any more.
+                lost = lost or any(extent.lost for extent in extents)
                 self._settle_on(lengths, stored, lost=lost)
                 return
         raise AssertionError("a session does not settle")
@@ -377,7 +412,7 @@ class Decoder:
                     num_rows=num_rows,
                     layers=layers,
                     page_size=2,
-                    ttl_s=TTL_S,
+                    ttl_s=self.ttl_s,
                     spread=spread,
                     replicas=replicas,
                     reserve_tokens=self.rng.choice([None, None, 4]),
@@ -472,7 +507,8 @@ class Decoder:
             layers.append([both[row, :length] for row, length in enumerate(lengths)])
         return State(layers)
 
-    def _note(self, error: KVServiceError) -> None:
+    def _note(self, error: KVServiceError, held: Session | None = None) -> None:
+        """Note an error; `held`: of a call on a session that its holder has made."""
         self.loop.note(self.process.name, "gets", error.reason, error.message)
         if self.replaced and isinstance(error, (StaleEpoch, SessionNotFound, PagesLost)):
             raise Replaced
@@ -480,6 +516,9 @@ class Decoder:
         if isinstance(error, CapacityError):
             return  # small workers are full now and then
         assert self._may_fail(error), f"an error without a cause: {error.reason}: {error}"
+        if isinstance(error, SessionNotFound) and held is not None:
+            # What has gone with a worker is lost, and said to be: that is another error.
+            assert held.id in self.process.ended, "not found, and nobody has ended it"
 
 
 def _same(stored: State, expected: State) -> bool:

@@ -11,16 +11,21 @@ from itertools import combinations
 import torch
 
 from kvservice.core.caller import ANONYMOUS
+from kvservice.core.directory import DEAD_AFTER_S
 from kvservice.core.errors import KVServiceError, SessionNotFound, Unavailable
 from kvservice.v1 import manager_pb2
+from kvservice_workers.session_state import WorkerSession
 from tests.simulation.decoder import Decoder, Story
 from tests.simulation.loop import Loop, Process
 from tests.simulation.network import Weather
-from tests.simulation.world import MANAGER, TTL_S, SimClient, SimWorker, World
+from tests.simulation.world import HEARTBEAT_S, MANAGER, TTL_S, SimClient, SimWorker, World
 
 PAGE_BYTES = 2 * 2 * 2 * 4  # 2 tokens of K and V, 2 float32 each, in one layer
 CALM = Weather()
 LATEST_S = 9.0  # from client to manager, and from there to a worker
+# Until a worker is back, and has been told what it is to free: when that was noticed, and a while
+# after, by the next heartbeat.
+FREED_WITHIN_S = 2.5 + DEAD_AFTER_S + 2 * HEARTBEAT_S + 0.5
 
 
 @dataclass
@@ -49,6 +54,9 @@ class Scenario:
         self.haunted = not self.calm and 0.1 <= kind < 0.25
         # Sessions are moved all the time, and things go wrong just then.
         self.moving = not self.calm and 0.25 <= kind < 0.5
+        # What is left behind is to be told, not to expire before.
+        self.ttl_s = 2 * TTL_S if self.haunted else TTL_S
+        self.left_behind: dict[tuple[str, WorkerSession], float] = {}  # since when
         self.faults: list[str] = []
         self.num_layers = rng.choice([1, 1, 2])
         pages = rng.choice([6, 10, 16, 100]) * self.num_layers
@@ -68,7 +76,7 @@ class Scenario:
     def run(self) -> Report:
         rng, loop = self.rng, self.loop
         loop.run(lambda: len(self.world.manager.manager.workers()) == self.world.expected, 5.0)
-        for _ in range(rng.choice([1, 1, 2])):
+        for _ in range(1 if self.haunted else rng.choice([1, 1, 2])):
             client = self.world.start_client()
             for _ in range(rng.choice([1, 1, 2])):
                 long = self.haunted or self.moving
@@ -82,6 +90,8 @@ class Scenario:
                 if self.peaceful or self.haunted:
                     fault = self._replace_client if self.peaceful else self._outlive
                 loop.later(rng.uniform(0.0, 5.0), fault)
+            if self.haunted:
+                self._watch_left_behind()
         if not self.haunted and self.world.expected > 1:
             for _ in range(rng.choice([12, 24] if self.moving else [0, 1, 2, 4, 8])):
                 loop.later(rng.uniform(0.1, 6.0), self._move)
@@ -104,6 +114,7 @@ class Scenario:
             client,
             num_layers=self.num_layers,
             num_ops=num_ops,
+            ttl_s=self.ttl_s,
             story=story,
             spreads=[2] if self.haunted else [1, 1, 2],
             replicas=[1, 2],
@@ -131,6 +142,7 @@ class Scenario:
             self._crash_manager,
             self._crash_both,
             self._crash_all,
+            self._crash_tail,
             self._crash_client,
             self._replace_client,
             self._freeze,
@@ -205,8 +217,8 @@ class Scenario:
         else:
             self.loop.later(0.0, self._freeze if kind < 0.85 else self._fault)
 
-    def _crash_worker(self) -> None:
-        name = self.rng.choice(list(self.world.workers))
+    def _crash_worker(self, name: str = "") -> None:
+        name = name or self.rng.choice(list(self.world.workers))
         worker = self.world.workers[name]
         if worker.alive:
             self._note(f"crash {name}")
@@ -234,6 +246,21 @@ class Scenario:
     def _crash_all(self) -> None:
         self._crash_client()
         self._crash_both()
+
+    def _crash_tail(self) -> None:
+        """A worker dies with tokens that follow those of another one, and a decoder's process,
+        which alone had seen them. The manager may go as well."""
+        tails = [
+            name
+            for name, worker in self.world.workers.items()
+            for session in worker.worker._sessions.all()
+            if worker.alive and any(session.starts or ()) and session.num_pages
+        ]
+        if tails:
+            self._crash_client()
+            self._crash_worker(self.rng.choice(tails))
+            if self.rng.random() < 0.5:
+                self._crash_manager()
 
     def _crash_client(self) -> None:
         """A decoder's process dies; another takes its sessions over."""
@@ -290,8 +317,8 @@ class Scenario:
             someone.freeze(self.rng.choice([0.5, 3.0, 6.0, TTL_S + 4]))
 
     def _outlive(self) -> None:
-        """Nobody reaches a worker, until a session has gone on without it. Then all others die,
-        and a decoder's process."""
+        """Nobody reaches a worker, until a session has gone on without it. Then mostly all others
+        die, and a decoder's process."""
         network = self.world.network
         for name, worker in self.world.workers.items():
             held = {session.key for session in worker.worker._sessions.all()}
@@ -323,8 +350,27 @@ class Scenario:
             return
         self.world.network.refusing.discard(worker.name)
         self.world.network.cuts.discard(frozenset((worker.name, MANAGER)))
-        if gone_on:
+        if gone_on and self.rng.random() < 0.7:
             self.loop.later(self.rng.uniform(0.0, 1.5), lambda: self._bereave(worker.name))
+
+    def _watch_left_behind(self) -> None:
+        """Assert that no worker keeps for long what a session has left behind."""
+        latest: dict[object, int] = {}
+        living = [one for one in self.world.workers.values() if one.alive]
+        for worker in living:
+            for session in worker.worker._sessions.all():
+                latest[session.key] = max(session.epoch, latest.get(session.key, 0))
+        self.left_behind = {
+            (one.name, session): self.left_behind.get((one.name, session), self.loop.now)
+            for one in living
+            for session in one.worker._sessions.all()
+            if session.epoch <= latest[session.key] - 2
+            if one.name not in self.world.network.refusing
+        }
+        for (name, _), since in self.left_behind.items():
+            waited_s = self.loop.now - since
+            assert waited_s < FREED_WITHIN_S, f"{name} keeps what was left behind: {waited_s:g} s"
+        self.loop.later(0.5, self._watch_left_behind)
 
     def _bereave(self, survivor: str) -> None:
         for name, worker in self.world.workers.items():
@@ -399,8 +445,8 @@ class Scenario:
         self.clean = False
         self._look()
         # A copy of an Allocate that is handled late opens a session that nobody has any more.
-        end = self.loop.now + LATEST_S + TTL_S + 2.0
-        self.loop.run(lambda: self.clean or self.loop.now >= end, LATEST_S + TTL_S + 5.0)
+        end = self.loop.now + LATEST_S + self.ttl_s + 2.0
+        self.loop.run(lambda: self.clean or self.loop.now >= end, LATEST_S + self.ttl_s + 5.0)
         self.world.check()
         assert self.world.used_pages() == 0, f"{self.world.used_pages()} pages are still in use"
         assert not self._held(), f"sessions are still open: {self._held()}"

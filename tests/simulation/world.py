@@ -58,6 +58,7 @@ class World:
         self.num_lives = 0
         self.workers: dict[str, SimWorker] = {}
         self.clients: list[SimClient] = []
+        self.ended: set[str] = set()  # sessions of which a worker has ended something
         self.expected = num_workers
         self.at_point: Callable[[Process, str], None] = lambda process, name: None
         self.manager = SimManager(self)
@@ -200,6 +201,7 @@ class SimWorker(Process):
             clock=clock,
             failpoints=points,
         )
+        self._watch_ends()
         puller = Puller(
             self.worker,
             lambda address: Handle(world.network, self, address),
@@ -219,6 +221,16 @@ class SimWorker(Process):
         world.network.servers[name] = Server(self, self._handle, waits=False)
         self.loop.later(EXPIRY_S, self._expire, self)
         self.loop.spawn(self, self._report)
+
+    def _watch_ends(self) -> None:
+        remove = self.worker._remove
+
+        def note_and_remove(session: WorkerSession, reason: str) -> None:
+            if reason != "move":
+                self._world.ended.add(session.key[1])
+            remove(session, reason)
+
+        self.worker._remove = note_and_remove  # type: ignore[method-assign]
 
     def crash(self) -> None:
         self._world.network.reset(self)
@@ -323,6 +335,7 @@ class SimClient(Process):
         self._leases = self.client._leases
         self.decoders: list[Any] = []
         self.num_workers = world.expected
+        self.ended = world.ended
         self.loop.spawn(self, self._look_after_leases)
 
     def run(self, decode: Callable[[], None]) -> None:

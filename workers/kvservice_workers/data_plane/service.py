@@ -73,6 +73,7 @@ class WorkerService:
     def allocate(
         self, request: types_pb2.AllocateRequest, caller: Caller
     ) -> types_pb2.AllocateResponse:
+        self._check_incarnation(request.incarnation)
         starts = not_negative(request.extent_starts, "extent_starts")
         if bool(starts) is not bool(request.epoch):
             raise InvalidRequest("extent_starts and epoch go together")
@@ -205,6 +206,7 @@ class WorkerService:
     def get_session(
         self, request: types_pb2.GetSessionRequest, caller: Caller
     ) -> types_pb2.GetSessionResponse:
+        self._check_incarnation(request.incarnation)
         info = self._worker.get(
             caller.tenant, session_id_from_pb(request.session_id), ticket=request.ticket
         )
