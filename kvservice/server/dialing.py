@@ -86,7 +86,7 @@ def channel_options() -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", frame),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 500),
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 500),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),

@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0
 MIN_BACKOFF_S: Final = 0.1
-MAX_BACKOFF_S: Final = 2.0
+MAX_BACKOFF_S: Final = 0.5  # nobody opens a session before its workers are back
 FAREWELL_S: Final = 2.0
 
 

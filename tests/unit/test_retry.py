@@ -236,9 +236,21 @@ class Call:
         self.expired.set()
 
 
+class SleepersClock(ManualClock):
+    """Knows until when its one user sleeps: time that passes before that would pass unnoticed."""
+
+    asleep_until = 0.0
+
+    def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
+        with self._moved:
+            if not event.is_set():
+                self.asleep_until = NEVER if timeout_s is None else self._now + timeout_s
+            return super().wait(event, timeout_s)
+
+
 def test_the_watchdog_ends_what_is_overdue() -> None:
     """Of several calls exactly those expire whose deadline has passed, the earliest first."""
-    clock = ManualClock()
+    clock = SleepersClock()
     watchdog = Watchdog(clock)
     late, early, never = Call(), Call(), Call()
     for call in (late, early, never):
@@ -246,9 +258,11 @@ def test_the_watchdog_ends_what_is_overdue() -> None:
     now = clock.monotonic()
     watchdog.arm(late, now + 20.0)
     watchdog.arm(early, now + 5.0)
+    eventually(lambda: clock.asleep_until == now + 5.0)
     clock.advance(6.0)
     eventually(early.expired.is_set)
     assert not late.expired.is_set()
+    eventually(lambda: clock.asleep_until == now + 20.0)
     clock.advance(20.0)
     eventually(late.expired.is_set)
     assert not never.expired.is_set()
@@ -257,14 +271,16 @@ def test_the_watchdog_ends_what_is_overdue() -> None:
 
 def test_the_watchdog_lets_go() -> None:
     """A call that has ended in time, or was forgotten, does not expire."""
-    clock = ManualClock()
+    clock = SleepersClock()
     watchdog = Watchdog(clock)
     done, forgotten, last = Call(), Call(), Call()
+    due = clock.monotonic() + 1.0
     for call in (done, forgotten, last):
         watchdog.watch(call)
-        watchdog.arm(call, clock.monotonic() + 1.0)
+        watchdog.arm(call, due)
     done.deadline = NEVER
     watchdog.forget(forgotten)
+    eventually(lambda: clock.asleep_until == due)
     clock.advance(2.0)
     eventually(last.expired.is_set)
     assert not done.expired.is_set()
