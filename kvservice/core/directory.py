@@ -35,6 +35,7 @@ SUSPECT_AFTER_S: Final = 2.0
 DEAD_AFTER_S: Final = 3.5
 REFUSING_FOR_S: Final = 0.2
 REMEMBERED_INCARNATIONS: Final = 16
+REMEMBERED_ENDS_S: Final = 10.0  # longer than an answer of a worker may take
 MAX_LEFT_BEHIND: Final = 4000  # sessions that a worker is told of at once
 
 
@@ -91,6 +92,7 @@ class WorkerView:
 class _Worker:
     record: WorkerRecord
     heard_at: float
+    registered_at: float
     cut_off: bool = False
     refusing_since: float | None = None
     presumed_dead: bool = False
@@ -99,6 +101,7 @@ class _Worker:
     restarts: int = 0
     sessions: dict[SessionKey, Report] = field(default_factory=dict)
     left_behind: dict[SessionKey, float] = field(default_factory=dict)  # key -> since when
+    ended: dict[SessionKey, float] = field(default_factory=dict)  # lately -> when it was heard
 
 
 class Directory:
@@ -145,7 +148,7 @@ class Directory:
         elif known is not None:
             for key in list(known.sessions):
                 self._forget(key, record.worker_id, now)
-        worker = self._workers[record.worker_id] = _Worker(record, now)
+        worker = self._workers[record.worker_id] = _Worker(record, now, now)
         self._left.discard(record.worker_id)
         if known is not None and known.record.incarnation == record.incarnation:
             worker.drain_by, worker.restarts = known.drain_by, known.restarts
@@ -176,6 +179,9 @@ class Directory:
         worker.cut_off, worker.refusing_since, worker.presumed_dead = False, None, False
         for key in ended:
             self.end(key, record.worker_id, now)
+            worker.ended[key] = now
+        for key in [key for key, at in worker.ended.items() if at < now - REMEMBERED_ENDS_S]:
+            del worker.ended[key]
         # After those that have ended: one that is in both has ended and begun again.
         for report in changed:
             self._heard(report, record, now)
@@ -294,6 +300,18 @@ class Directory:
             self._epochs.ended(key, worker.record.incarnation)
         if worker_id in self._holders.get(key, ()):
             self._forget(key, worker_id, now)
+
+    def has_ended_since(self, key: SessionKey, worker_id: str, since: float) -> bool:
+        """Whether a worker has said, at `since` or later, that it does not hold a session any more.
+
+        What it has answered to a question of before may be of before. If it has begun the session
+        again, it says so itself.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return False
+        unlisted = worker.registered_at >= since and key not in worker.sessions
+        return unlisted or worker.ended.get(key, -math.inf) >= since
 
     def begin(self, key: SessionKey) -> None:
         """Note that a session is opened anew: whatever there was by this id is of the past."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -232,8 +233,20 @@ class Routes:
         self._events.add(self._clock.time(), worker_id, text)
         LOG.info("worker %s %s", worker_id, text)
 
-    def note(self, key: SessionKey, parts: Sequence[Part], *, settle: bool = False) -> None:
-        """Note who holds a session; `settle`: anew, whatever was lost of one of that id."""
+    def note(
+        self,
+        key: SessionKey,
+        parts: Sequence[Part],
+        *,
+        settle: bool = False,
+        asked_at: float = math.inf,
+    ) -> None:
+        """Note who holds a session.
+
+        Args:
+            settle: Anew, whatever was lost of one of that id.
+            asked_at: When they were asked, if it is not certain that none has ended it since.
+        """
         with self._lock:
             now = self._clock.monotonic()
             if settle:
@@ -242,6 +255,8 @@ class Routes:
                 record = self._directory.find_worker(part.worker_id)
                 if record is None or record.incarnation != part.info.extents[0].incarnation:
                     continue  # another life has begun before this answer came
+                if self._directory.has_ended_since(key, part.worker_id, asked_at):
+                    continue  # a heartbeat was faster than this answer
                 spec = part.info.spec
                 report = Report(
                     key, spec.ttl_s, part.info.epoch, spec.replicas, part.info.extents[0].group
@@ -523,6 +538,7 @@ class Routes:
         """
         request = types_pb2.GetSessionRequest(session_id=key[1])
         waiting = [one for one in worker_ids if one not in asked and not self.is_dead(one)]
+        asked_at = self._clock.monotonic()
         failures: list[KVServiceError] = []
         moved: list[str] = []
         unsure: dict[str, KVServiceError] = {}
@@ -534,7 +550,7 @@ class Routes:
                     moved.append(worker_id)
             elif not isinstance(answer, KVServiceError):
                 info = asked[worker_id] = session_from_pb(answer.session)
-                self.note(key, [Part(worker_id, info)])
+                self.note(key, [Part(worker_id, info)], asked_at=asked_at)
             elif isinstance(answer, Moving):
                 unsure[worker_id] = answer
             elif not self.is_dead(worker_id):

@@ -86,7 +86,7 @@ class SessionTable:
 
     def missing(self, key: SessionKey) -> KVServiceError:
         """Return the error for a session that is not here: it has moved, or is nowhere."""
-        moved = self._moved.get(key)
+        moved = self.find_moved(key)
         return session_not_found() if moved is None else moved.to.error()
 
     def find(self, tenant: str, session_id: str) -> WorkerSession | None:
@@ -158,8 +158,13 @@ class SessionTable:
         self.remove(session, expired=False)
 
     def find_moved(self, key: SessionKey) -> Moved | None:
-        """Return where a session went from here; None if it did not."""
-        return self._moved.get(key)
+        """Return where a session went from here; None if it did not, or so long ago that its holder
+        has followed or is no more: nobody has renewed its lease here since."""
+        moved = self._moved.get(key)
+        if moved is None:
+            return None
+        known_for_s = max(moved.ttl_s, LATE_S)
+        return moved if self._clock.monotonic() < moved.at + known_for_s else None
 
     def num_unconfirmed(self) -> int:
         """Return how many of the sessions that went may not be served yet where they are."""

@@ -216,6 +216,7 @@ class Puller:
     def _take_over(self, pull: Pull, source: Source) -> SessionInfo:
         worker, arrivals = self._worker, self._worker.arrivals
         state = source.state()
+        self._check_the_same_part(pull, state)
         arrival = arrivals.begin(*pull.key, state, pull.request.source_incarnation)
         try:
             self._copy(pull, source, arrival, state)
@@ -237,6 +238,17 @@ class Puller:
             raise Conflict("the session could not be handed over in time")
         finally:
             arrivals.drop(arrival)  # unless it is here
+
+    def _check_the_same_part(self, pull: Pull, state: SessionState) -> None:
+        """Refuse a part of a session of which another part has left from here.
+
+        Its holder may not know yet, and would take this part for that one.
+        """
+        has_left = self._worker.find_moved(*pull.key) is not None
+        if has_left and self._worker.config.incarnation not in state.replaces:
+            raise Conflict(
+                "another part of the session has left from here, and is still looked for"
+            )
 
     def _copy(self, pull: Pull, source: Source, arrival: Arrival, state: SessionState) -> None:
         """Copy pages in rounds until few are missing.
