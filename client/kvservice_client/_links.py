@@ -137,12 +137,35 @@ class Links:
             call.capability = capabilities.get(extent.address, b"") if capabilities else b""
             if call.incarnation != extent.incarnation:
                 call.go_to(extent.incarnation)
-        outcomes = self._attend_all(calls)
-        if len(outcomes) == 1 and isinstance(outcomes[0], SteadyAnswer):
-            return outcomes
+        outcomes: list[AnyOutcome]
+        if len(calls) == 1:
+            outcome = self._attend_at_once(*calls[0])
+            if isinstance(outcome, SteadyAnswer):
+                return [outcome]
+            outcomes = [outcome]
+        else:
+            outcomes = self._attend_all(calls)
         return [
             _as_steady(call, outcome) for (_, call), outcome in zip(calls, outcomes, strict=True)
         ]
+
+    def _attend_at_once(self, extent: Extent, call: SteadyCall) -> AnyOutcome:
+        """Make a call on a stream that is there, as all goes well; whatever else happens is dealt
+        with as if the call were made the ordinary way."""
+        stream, failed = extent.stream, None
+        try:
+            if stream is not None and not extent.lost:
+                began = self.connections.clock.monotonic()
+                try:
+                    answer = stream.attend(call, timeout_s=self.connections.config.timeout_s)
+                    self.lease.renewed(began)
+                    return answer
+                except KVServiceError as error:
+                    failed = (began, error)
+            return self._attend_again(extent, call, failed)
+        except BaseException:
+            extent.close_stream()  # an answer may be under way that nobody waits for
+            raise
 
     def _attend_all(self, calls: Sequence[tuple[Extent, AnyCall]]) -> list[Any]:
         try:
@@ -221,16 +244,21 @@ class Links:
         elif capability and "capabilities" in fields:
             request.capabilities[:] = [capability]
 
-    def _run(self, extent: Extent, attempt: Attempt[T]) -> T:
-        """Make a call, wherever the extent is moved to meanwhile."""
+    def _run(self, extent: Extent, attempt: Attempt[T], began: float | None = None) -> T:
+        """Make a call, wherever the extent is moved to meanwhile.
+
+        Args:
+            began: When the first try began, where it is over and `attempt` tells how it went.
+        """
         for _ in range(MAX_FOLLOWED):
             try:
-                return self._run_here(extent, attempt)
+                return self._run_here(extent, attempt, began)
             except SessionMoved as error:
                 self._follow(extent, error)
+                began = None
         raise WorkerLost("the session is moved faster than it can be followed")
 
-    def _run_here(self, extent: Extent, attempt: Attempt[T]) -> T:
+    def _run_here(self, extent: Extent, attempt: Attempt[T], began: float | None = None) -> T:
         if extent.lost:
             raise self._lost(extent)
         connections = self.connections
@@ -240,6 +268,7 @@ class Links:
                 connections.config.timeout_s,
                 connections.detection,
                 lambda is_over: self._judge(extent, is_over),
+                began=began,
             )
         except (ServerDead, StaleWorker) as error:
             successor = self._find_successor(extent)
@@ -395,14 +424,21 @@ class Links:
             return WorkerLost(f"the worker at {extent.address} has died")
         return self._mirror.pages_lost()
 
-    def _attend_again(self, extent: Extent, call: AnyCall) -> AnyOutcome:
+    def _attend_again(
+        self, extent: Extent, call: AnyCall, failed: tuple[float, KVServiceError] | None = None
+    ) -> AnyOutcome:
+        """Make a call; `failed`: when a first try began, and what became of it."""
+        first = [] if failed is None else [failed[1]]
+
         def attempt(left_s: float) -> worker_pb2.AttendResult | SteadyAnswer:
+            if first:
+                raise first.pop()
             if call.incarnation != extent.incarnation:
                 self._address(extent, call)
             return self._stream(extent).attend(call, timeout_s=left_s)
 
         try:
-            return self._run(extent, attempt)
+            return self._run(extent, attempt, None if failed is None else failed[0])
         except FAILED as error:
             return error
 

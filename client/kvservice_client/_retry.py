@@ -103,6 +103,8 @@ class Retrier:
         timeout_s: float,
         detection: Detection | None = None,
         judge: Judge | None = None,
+        *,
+        began: float | None = None,
     ) -> T:
         """Return what `attempt` returns, trying again while nobody answers.
 
@@ -111,13 +113,15 @@ class Retrier:
             detection: When to give up before that. None: never.
             judge: Asked after each failed try but the first. Whom it calls alive is not given up:
                 it is the way there that is broken.
+            began: When the first try began, if `attempt` only tells what became of it. None: it
+                is made now.
 
         Raises:
             ServerDead: Nobody has answered for the detection time, or it is known to be dead.
             Unavailable, Overloaded: Nobody has answered within `timeout_s`.
             DeadlineExceeded: The answer to the only try did not come in time.
         """
-        start = self._clock.monotonic()
+        start = self._clock.monotonic() if began is None else began
         try:
             return attempt(timeout_s)
         except (Draining, DeadlineExceeded):

@@ -121,6 +121,18 @@ def test_dead_after_the_detection_time() -> None:
     assert 4.0 <= clock.monotonic() - started <= 4.6
 
 
+def test_a_first_try_that_is_over_counts_from_its_beginning() -> None:
+    """It was made elsewhere, and has taken a second and a half: that much sooner it is dead."""
+    clock = WaitingClock()
+    began = clock.monotonic()
+    clock.advance(1.5)
+    server = Server(clock, [Unavailable("refused")] * 1000)
+    with pytest.raises(ServerDead):
+        retrier(clock).run(server, 60.0, DETECTION, began=began)
+    assert 4.0 <= clock.monotonic() - began <= 4.6
+    assert server.limits[0] == 60.0
+
+
 def test_a_hanging_server_is_dead_as_soon() -> None:
     """Once a try has failed, others may not hang longer than the detection time has left."""
     clock = WaitingClock()
