@@ -164,6 +164,8 @@ class Security:
     Fields:
         token_file: Bearer tokens; see `kvservice.credentials.TokenFile`.
         key_file: What manager and workers share; see `kvservice.credentials.KeyFile`.
+        metrics_token_file: Who may read numbers over HTTP, where others can reach that; see
+            `kvservice.credentials.MetricsTokenFile`.
         quota_file: What tenants may take; see `kvservice.credentials.QuotaFile`.
         tls_cert, tls_key: The server's own certificate and its key, PEM. None: plaintext.
         tls_ca: Who signs the certificates of those whom it calls, and of callers.
@@ -175,6 +177,7 @@ class Security:
 
     token_file: str | None = None
     key_file: str | None = None
+    metrics_token_file: str | None = None
     quota_file: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None

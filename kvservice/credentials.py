@@ -167,6 +167,29 @@ class TokenFile:
         return self._file.generation
 
 
+class MetricsTokenFile:
+    """One bearer token, in plain, for reading numbers over HTTP: what Prometheus is given too."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        def read(raw: bytes) -> bytes:
+            words = _text(path, raw).split()
+            if len(words) != 1 or words[0].startswith(_HASHED):
+                raise ConfigError(f"{path} must hold one token; make one by: openssl rand -hex 32")
+            return _digest_in_line(words[0], str(path))
+
+        self._file = WatchedFiles((path,), read, clock=clock, secret=(True,))
+        self.up_to_date = self._file.up_to_date
+
+    def find(self, token: str) -> Caller | None:
+        """Return who may read numbers; None if it is another token."""
+        digest = hashlib.sha256(token.encode()).digest()
+        return READER if hmac.compare_digest(digest, self._file.get()) else None
+
+
+READER: Final = Caller("metrics", Role.METRICS)
+"""Whoever has the token of a `MetricsTokenFile`."""
+
+
 def hashed(token: str) -> str:
     """Return what stands for a token in a token file."""
     return _HASHED + hashlib.sha256(token.encode()).hexdigest()

@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import ssl
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -308,8 +309,16 @@ def _check_metrics(endpoints: list[str]) -> Finding:
     for endpoint in endpoints:
         try:
             with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=_TIMEOUT_S) as answer:
-                date = parsedate_to_datetime(answer.headers["Date"]).timestamp()
-        except (OSError, TypeError, ValueError) as error:
+                said = answer.headers["Date"]
+        except urllib.error.HTTPError as error:  # such as: they are for Prometheus' token alone
+            said = error.headers["Date"]
+            error.close()
+        except OSError as error:
+            failures.append(f"{endpoint}: {error}")
+            continue
+        try:
+            date = parsedate_to_datetime(said).timestamp()
+        except (TypeError, ValueError) as error:
             failures.append(f"{endpoint}: {error}")
             continue
         # The header has whole seconds, rounded down.

@@ -257,6 +257,12 @@ def add_security(parser: argparse.ArgumentParser) -> None:
         help="what manager and workers know each other by: 64 hexadecimal digits, the same for all",
     )
     group.add_argument(
+        "--metrics-token",
+        type=path,
+        metavar="FILE",
+        help="the token that Prometheus presents where others can reach the metrics",
+    )
+    group.add_argument(
         "--quotas", type=path, metavar="FILE", help="what tenants may take; see SECURITY.md"
     )
     group.add_argument(

@@ -99,6 +99,7 @@ def _security(arguments: argparse.Namespace) -> config.Security:
     return config.Security(
         token_file=arguments.tokens,
         key_file=arguments.key,
+        metrics_token_file=arguments.metrics_token,
         quota_file=arguments.quotas,
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,

@@ -30,16 +30,19 @@ class MetricsEndpoint:
         host: str,
         port: int,
         pages: Mapping[str, Page] | None = None,
+        *,
+        guard: Callable[[Page], Page] = lambda page: page,
     ) -> None:
         """
         Args:
             port: 0: any free one.
             pages: What else there is, by its path. Nothing can be changed over HTTP.
+            guard: Lets the registry be seen by those alone who may.
 
         Raises:
             ConfigError: The port is taken, or the host is not this machine's.
         """
-        served = {METRICS: prometheus_client.make_wsgi_app(registry), **(pages or {})}
+        served = {METRICS: guard(prometheus_client.make_wsgi_app(registry)), **(pages or {})}
 
         def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

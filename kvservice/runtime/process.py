@@ -106,8 +106,9 @@ class ProcessServer:
     ) -> None:
         self.metrics_address = None
         if settings.metrics_port is not None:
+            guard = self.secrets.numbers_guard(settings.host)
             endpoint = MetricsEndpoint(
-                metrics.registry, settings.host, settings.metrics_port, pages
+                metrics.registry, settings.host, settings.metrics_port, pages, guard=guard
             )
             running.callback(endpoint.close)
             self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)

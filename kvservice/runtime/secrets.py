@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from kvservice.clock import Clock
@@ -11,7 +12,14 @@ from kvservice.config import ConfigError, Security
 from kvservice.core.caller import Caller
 from kvservice.core.capability import Keyring
 from kvservice.core.quota import QuotaOf, unlimited
-from kvservice.credentials import CertificateFiles, KeyFile, QuotaFile, TokenFile
+from kvservice.credentials import (
+    CertificateFiles,
+    KeyFile,
+    MetricsTokenFile,
+    QuotaFile,
+    TokenFile,
+)
+from kvservice.runtime.numbers import Page, guarded, is_open
 from kvservice.server.dialing import Dialer, ServerCredentials, server_credentials
 from kvservice.server.guard import Guard, OpenGuard
 from kvservice.server.speaking import Speaker
@@ -38,11 +46,17 @@ class Secrets:
         if security.quota_file is not None:
             self._quotas = QuotaFile(Path(security.quota_file), clock)
             self.quota_of = self._quotas.of
+        self._metrics_token: MetricsTokenFile | None = None
+        if security.metrics_token_file is not None:
+            self._metrics_token = MetricsTokenFile(Path(security.metrics_token_file), clock)
         self._certificates = self._open_certificates()
 
     def up_to_date(self) -> bool:
         """Whether what holds is what the files say now: False if one has become unreadable."""
-        files = (self._tokens, self._keys, self._quotas, self._certificates)
+        files = (
+            *(self._tokens, self._keys, self._quotas, self._metrics_token),
+            self._certificates,
+        )
         return all(file.up_to_date() for file in files if file is not None)
 
     def certificate_ends(self) -> dict[str, float]:
@@ -58,8 +72,17 @@ class Secrets:
         return ends
 
     def token_finder(self) -> Callable[[str], Caller | None] | None:
-        """Return what tells whose a token is; None: there are no tokens."""
-        return None if self._tokens is None else self._tokens.find
+        """Return what tells whose a token is that reads numbers; None: there are no tokens."""
+        finds = [one.find for one in (self._tokens, self._metrics_token) if one is not None]
+        if not finds:
+            return None
+        return lambda token: next(filter(None, (find(token) for find in finds)), None)
+
+    def numbers_guard(self, host: str) -> Callable[[Page], Page]:
+        """Return what stands before the numbers of a process that serves them on this host."""
+        if is_open(self._security, host):
+            return lambda page: page
+        return partial(guarded, find_caller=self.token_finder())
 
     def ended_tokens(self, token_ids: Iterable[bytes]) -> list[bytes]:
         """Return those of these tokens, named as in capabilities, that hold no more."""

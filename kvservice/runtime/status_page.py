@@ -19,11 +19,12 @@ from typing import Any, Final
 from kvservice import __version__
 from kvservice.clock import Clock
 from kvservice.core.board import Member, Reading, json_of, make_board
-from kvservice.core.caller import ANONYMOUS, Caller, Role
+from kvservice.core.caller import ANONYMOUS, Caller
 from kvservice.core.errors import KVServiceError
 from kvservice.core.session import SessionInfo, WorkerStats
 from kvservice.manager import PageManager
 from kvservice.metrics.endpoint import Page
+from kvservice.runtime.numbers import refusal_of
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 
@@ -47,7 +48,6 @@ _HEADERS: Final = (
     ("Referrer-Policy", "no-referrer"),
     ("Cache-Control", "no-store"),
 )
-_READERS: Final = (Role.OPERATOR, Role.METRICS)
 
 
 class StatusPage:
@@ -147,13 +147,9 @@ class StatusPage:
     def _refusal(self, environ: Mapping[str, Any]) -> str | None:
         """Return why these numbers are not for whoever asks; None: they are."""
         if self._find_caller is not None:
-            scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-            caller = self._find_caller(token) if scheme.lower() == "bearer" and token else None
-            if caller is None:
-                return "401 Unauthorized"
-            return None if caller.role in _READERS else "403 Forbidden"
-        if self._is_guarded and not _is_loopback(environ.get("REMOTE_ADDR", "")):
-            return "403 Forbidden"
+            return refusal_of(environ, self._find_caller)
+        if self._is_guarded and (refusal := refusal_of(environ, None)) is not None:
+            return refusal
         # Else a page from elsewhere could read them, by a name that it lets lead here.
         host = environ.get("HTTP_HOST", "")
         return None if _is_literal(host) else "403 Forbidden"
@@ -193,13 +189,6 @@ def _session(session: SessionInfo) -> dict[str, Any]:
         "step": session.step,
         "workers": [extent.worker_id for extent in session.extents],
     }
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _is_literal(host: str) -> bool:

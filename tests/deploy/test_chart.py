@@ -150,6 +150,22 @@ def test_prometheus_operator_accepts_it(profile: str | None, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+def test_prometheus_is_given_the_token_that_the_servers_read() -> None:
+    """Of one Secret: mounted where `--metrics-token` says, and named by the PodMonitor."""
+    objects = render("tls")
+    [monitor] = of_kind(objects, "PodMonitor")
+    [ours, *_] = monitor["spec"]["podMetricsEndpoints"]
+    secret = ours["authorization"]["credentials"]
+    [cluster] = of_kind(objects, "RayCluster")
+    text = json.dumps(cluster)
+    assert f"--metrics-token=/etc/kvservice/metrics/{secret['key']}" in text
+    assert (
+        text.count(f'"secretName": "{secret["name"]}"') >= 2
+    )  # in the manager's pod, and workers'
+    [insecure] = of_kind(render("cpu"), "PodMonitor")
+    assert "authorization" not in json.dumps(insecure)
+
+
 # With the models of the Prometheus operator. They ignore unknown fields, so what is read is
 # written again and compared.
 OPERATOR = """

@@ -41,6 +41,7 @@ PODS = "kv-kvservice"
 HEAD, MANAGER = f"{PODS}-head-svc.prod.svc", f"{PODS}-manager.prod.svc"
 SERVER_NAME = "kv-kvservice.prod.svc"
 TOKEN = "f" * 64  # Ray's own
+METRICS_TOKEN = "e" * 64
 
 
 CLIENT = """
@@ -91,6 +92,7 @@ def make_secrets(folder: Path) -> dict[str, Path]:
         "kvservice-key": {"key": (made / "capability.key").read_text()},
         "kvservice-tokens": {"tokens": tokens.read_text()},
         "kvservice-operator": {"token": operator},
+        "kvservice-metrics": {"token": METRICS_TOKEN},
         "kvservice-quotas": {"quotas.toml": (made / "quotas").read_text()},
         "tenant": {"token": tenant},
     }
@@ -281,13 +283,18 @@ def test_nobody_gets_in_without_a_token(release: Release) -> None:
 
 
 def test_ports_are_what_the_chart_says(release: Release) -> None:
-    """Metrics where the PodMonitor scrapes; no lane beside TLS, for it would be plaintext."""
+    """Metrics where the PodMonitor scrapes, for its token; no lane beside TLS, being plaintext."""
     dial = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
-    read = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read())"
+    read = (
+        "import sys, urllib.request as r; headers = {'Authorization': f'Bearer {sys.argv[2]}'}; "
+        "print(r.urlopen(r.Request(sys.argv[1], headers=headers), timeout=5).read())"
+    )
     for pod in (release.manager, *release.workers):
         ports = {port["name"]: port["containerPort"] for port in pod.spec["containers"][0]["ports"]}
         url = f"http://{pod.address}:{ports['kv-metrics']}/metrics"
-        assert "kvservice_build_info" in release.ask(sys.executable, "-c", read, url).stdout
+        for token, is_shown in ((METRICS_TOKEN, True), ("x" * 64, False)):
+            said = release.ask(sys.executable, "-c", read, url, token)
+            assert ("kvservice_build_info" in said.stdout) is is_shown
         for name, is_open in {"kv-grpc": True, "kv-health": True, "kv-lane": False}.items():
             if name in ports:
                 done = release.ask(sys.executable, "-c", dial, pod.address, str(ports[name]))

@@ -109,6 +109,11 @@ def test_documentation_names_every_value() -> None:
             "security.tokens.secretName=t,security.tls.secretName=c,security.sharedKey.secretName=k",
             "security.operatorToken",
         ),
+        (
+            "security.tokens.secretName=t,security.tls.secretName=c,security.sharedKey.secretName=k,"
+            "security.operatorToken.secretName=o,podMonitor.enabled=true",
+            "security.metricsToken",
+        ),
     ],
 )
 def test_doors_are_not_left_open_by_accident(chosen: str, word: str) -> None:

@@ -240,6 +240,9 @@ readinessProbe:
 {{- if and $authenticates (not .sharedKey.secretName) }}
 {{- fail "manager and workers need a key to know each other by: set security.sharedKey.secretName" }}
 {{- end }}
+{{- if and $.Values.podMonitor.enabled (not .insecure) (not .metricsToken.secretName) }}
+{{- fail "Prometheus would be turned away: set security.metricsToken.secretName to a Secret with the token that it presents" }}
+{{- end }}
 {{- if and .tokens.secretName (not .operatorToken.secretName) }}
 {{- fail "pods could not be drained: set security.operatorToken.secretName to a Secret with a token of the role operator" }}
 {{- end }}
@@ -261,6 +264,9 @@ readinessProbe:
 {{- end }}
 {{- if .sharedKey.secretName }}
 - --key=/etc/kvservice/key/{{ .sharedKey.key }}
+{{- end }}
+{{- if .metricsToken.secretName }}
+- --metrics-token=/etc/kvservice/metrics/{{ .metricsToken.key }}
 {{- end }}
 {{- if .quotas.secretName }}
 - --quotas=/etc/kvservice/quotas/{{ .quotas.key }}
@@ -297,6 +303,7 @@ readinessProbe:
 {{- if ne .component "test" }}
 {{- with $security.sharedKey.secretName }}{{ $_ := set $found "key" . }}{{ end }}
 {{- with $security.quotas.secretName }}{{ $_ := set $found "quotas" . }}{{ end }}
+{{- with $security.metricsToken.secretName }}{{ $_ := set $found "metrics" . }}{{ end }}
 {{- end }}
 {{- if ne .component "manager" }}
 {{- with $security.operatorToken.secretName }}{{ $_ := set $found "operator" . }}{{ end }}
