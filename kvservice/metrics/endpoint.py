@@ -18,6 +18,7 @@ Page = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 """A WSGI application, for GET and HEAD alone."""
 
 METRICS: Final = "/metrics"
+MAX_CONNECTIONS: Final = 64
 _IDLE_S: Final = 30.0
 
 
@@ -70,7 +71,25 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of which there are so many at the most."""
+
     daemon_threads = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
 
 class _Handler(WSGIRequestHandler):

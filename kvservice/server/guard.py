@@ -340,6 +340,8 @@ class Guard:
 
     def _admit_many(self, credential: Credential, rights: Rights, request: Any) -> Caller:
         by_session = {}
+        if len(request.capabilities) > len(request.session_ids):
+            raise PermissionDenied("one capability for each session, no more")
         for capability in request.capabilities:
             by_session[self._claims(capability).session_id] = capability
         callers = set()
@@ -365,6 +367,8 @@ class Guard:
         claims = remembered.get(capability)
         if claims is None:
             claims = remembered[capability] = keys.verify(capability)
+            if claims.audience == self._audience:  # issued here, or for here by another worker
+                self.tokens_behind.issued(claims.caller.token_id, claims.ends_at)
         return claims
 
     # -- what it gives

@@ -32,6 +32,11 @@ LOG = logging.getLogger(__name__)
 
 TOKEN_LIFE_S: Final = 10.0
 MAX_TOKENS: Final = 1024
+MAX_STRANGERS: Final = 64
+"""Connections that have shown no token yet. Beyond, the one that has waited longest is closed: who
+has a token shows it at once."""
+
+_PAUSE_S: Final = 0.1  # after a failure to accept, which may be one of many
 _BACKLOG: Final = 128
 
 LaneOffer = tuple[tuple[str, ...], bytes]
@@ -101,8 +106,7 @@ class LaneServer:
         self.addresses = (f"{UNIX_PREFIX}{name}", f"{host}:{port}")
         for listener in self._listeners:
             self._spawn(partial(self._accept, listener), "kvservice-lane-accept")
-        if not self._guard.is_open:
-            self._spawn(self._watch, "kvservice-lane-watch")
+        self._spawn(self._watch, "kvservice-lane-watch")
 
     def stop(self) -> None:
         """Close everything and wait for the threads to end."""
@@ -165,17 +169,27 @@ class LaneServer:
                 if self._stopping:
                     return
                 LOG.exception("accepting a lane failed")
+                self._clock.wait(self._stop, _PAUSE_S)
                 continue
-            connection = _Connection(LanePipe(accepted, self._limits.max_frame_bytes))
-            connection.pipe.set_timeout(TOKEN_LIFE_S)
-            with self._lock:
-                full = len(self._open) >= self._limits.max_streams or self._stopping
-                if not full:
-                    self._open.add(connection)
-            if full:
-                connection.pipe.close()
-                continue
-            self._spawn(partial(self._serve, connection), "kvservice-lane")
+            pipe = LanePipe(accepted, self._limits.max_frame_bytes)
+            pipe.set_timeout(TOKEN_LIFE_S)
+            connection = _Connection(pipe, self._clock.monotonic())
+            too_much = self._take_in(connection)
+            if too_much is not None:
+                too_much.pipe.close()
+            if too_much is not connection:
+                self._spawn(partial(self._serve, connection), "kvservice-lane")
+
+    def _take_in(self, connection: _Connection) -> _Connection | None:
+        """Note a connection; return the one that is to be closed for it, which may be itself."""
+        with self._lock:
+            strangers = [one for one in self._open if one.credential is None]
+            if self._stopping or len(self._open) - len(strangers) >= self._limits.max_streams:
+                return connection
+            self._open.add(connection)
+            if len(strangers) < MAX_STRANGERS:
+                return None
+            return min(strangers, key=lambda one: one.opened_at)
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         def run() -> None:
@@ -227,13 +241,17 @@ class LaneServer:
             self._recorder.handled(code, self._clock.monotonic() - started)
 
     def _watch(self) -> None:
-        """Close the lanes whose credential has ended."""
+        """Close the lanes whose credential has ended, and those that show none for too long."""
         while not self._clock.wait(self._stop, PERIOD_S):
             with self._lock:
                 connections = list(self._open)
             for connection in connections:
                 credential = connection.credential
-                if credential is not None and self._guard.has_ended(credential):
+                if credential is None:
+                    # However little by little it says something, for which each time it has time.
+                    if self._clock.monotonic() > connection.opened_at + TOKEN_LIFE_S:
+                        connection.pipe.close()
+                elif self._guard.has_ended(credential):
                     LOG.info("a lane is closed: its credential has ended")
                     connection.pipe.close()
 
@@ -253,8 +271,9 @@ class _Connection:
         credential: What let it in. None: nothing has yet.
     """
 
-    def __init__(self, pipe: LanePipe) -> None:
+    def __init__(self, pipe: LanePipe, opened_at: float) -> None:
         self.pipe = pipe
+        self.opened_at = opened_at
         self.credential: Credential | None = None
 
     def serve(self, answers: LaneAnswers) -> None:

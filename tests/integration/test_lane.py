@@ -15,7 +15,7 @@ from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import OutOfOrder, Overloaded, PagesLost
 from kvservice.core.recorder import NullRpcRecorder
 from kvservice.runtime.worker import WorkerServer
-from kvservice.server.lane import MAX_TOKENS, TOKEN_LIFE_S, LaneServer
+from kvservice.server.lane import MAX_STRANGERS, MAX_TOKENS, TOKEN_LIFE_S, LaneServer
 from kvservice.v1 import worker_pb2
 from kvservice.wire.lane import LanePipe
 from kvservice_client import Client, ClientConfig, connect
@@ -201,6 +201,26 @@ def test_a_token_lets_in_once_and_not_for_long(lane: LaneServer, clock: ManualCl
     clock.advance(TOKEN_LIFE_S + 1)
     assert refused(dial(lane, late))
     assert ask(pipe, call_id=6).result.call_id == 6, "others go on"
+    pipe.close()
+
+
+def test_strangers_keep_nobody_out(lane: LaneServer, clock: ManualClock) -> None:
+    """Connections that say nothing, or say it byte by byte, give way to whoever has a token."""
+    strangers = [dial(lane, b"") for _ in range(MAX_STRANGERS + 3)]
+    pipe = dial(lane, lane.admit(ANONYMOUS)[1])
+    assert ask(pipe, call_id=5).result.call_id == 5
+    assert refused(strangers[0]), "who has waited longest gives way"
+    clock.advance(TOKEN_LIFE_S / 2)
+    strangers[-1].socket.sendall(b"x")
+
+    def alone() -> bool:
+        clock.advance(TOKEN_LIFE_S / 4)
+        return len(lane._open) == 1
+
+    eventually(alone)
+    for stranger in strangers[1:]:
+        assert refused(stranger)
+    assert ask(pipe, call_id=6).result.call_id == 6
     pipe.close()
 
 

@@ -140,6 +140,16 @@ def test_it_ends_with_the_token_that_it_was_issued_for(door: Door) -> None:
     assert tokens.in_use() == []
 
 
+def test_tokens_behind_what_others_have_issued_are_asked_about_too(door: Door) -> None:
+    """A session has moved here, and its holder comes with what the worker before has issued."""
+    before = Guard("v", clock=door.clock, keys=lambda: door.keys)
+    moved = replace(ALICE, token_id=b"m" * 8)
+    for_here = before.issue(moved, S, 600.0, Rights.WRITE, "w")
+    assert door.guard.tokens_behind.in_use() == []
+    assert door.admit(S, for_here) == ALICE
+    assert door.guard.tokens_behind.in_use() == [b"m" * 8]
+
+
 def test_a_capability_says_which_token_is_behind_it() -> None:
     """It survives being signed, for a session and for a call that the manager makes."""
     keys = Keyring([b"a" * 32])
