@@ -23,7 +23,7 @@ from kvservice.core.session import SessionInfo
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths, adopt
-from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopyGivenUp, Links
+from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopiesChanged, Links
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._padding import Padding
 
@@ -73,13 +73,13 @@ class Changes:
         """Finish a change whose outcome is unknown.
 
         If copies were given up meanwhile, the others go to the next epoch: so that those, should
-        they come back, are known to be old.
+        they come back, are known to be old. If one was made, all go to the epoch at which it is.
 
         Raises:
             KVServiceError: It is still unknown; call again.
         """
         mirror = self._mirror
-        while self._pending is not None or mirror.num_given_up > mirror.num_left_behind:
+        while self._pending is not None or mirror.num_changed > mirror.num_settled:
             self._finish(self._pending or self._going_on())
         if not mirror.extents:
             self._open_again()
@@ -89,8 +89,14 @@ class Changes:
         while change.requests:
             extent, request = change.requests[0]
             if not extent.lost:
-                with suppress(CopyGivenUp):  # another one gets the change, or has it
+                try:
                     self._send(change, extent, request)
+                except CopiesChanged:
+                    if not extent.lost:
+                        # It was refused, and is asked again at the next epoch. No worker has it:
+                        # who has checked a change takes no copy before the change has come.
+                        self._expect(None)
+                        raise
             change.requests.pop(0)
         may_come_back = self._mirror.may_come_back
         change.adopt()
@@ -102,9 +108,9 @@ class Changes:
             self._let_front_know()
 
     def _going_on(self) -> Change:
-        """Return the change that leaves behind the copies that were given up."""
+        """Return the change that leaves behind copies that were given up."""
         mirror = self._mirror
-        number = mirror.num_given_up
+        number = mirror.num_changed
         requests = [
             (
                 extent,
@@ -117,7 +123,12 @@ class Changes:
             )
             for extent in mirror.everywhere
         ]
-        return Change("Attach", requests, lambda: mirror.go_on(number), leaves_behind=True)
+
+        def adopt() -> None:
+            mirror.go_on(number)
+            self._links.lease.taken = False  # whoever refused us has us now
+
+        return Change("Attach", requests, adopt, leaves_behind=True)
 
     def pop(self, keep: Sequence[int]) -> None:
         """Cut every layer of row r to `keep[r]`, and forget lost extents above.
@@ -206,7 +217,7 @@ class Changes:
         """Take back the first call of a step, which one copy has stored and the other has not.
 
         Raises:
-            CopyGivenUp: It has said more than can be taken back.
+            CopiesChanged: It has said more than can be taken back.
         """
         self._pop(step.positions, self.refresh(is_cut_next=not step.marks_older))
 
@@ -222,7 +233,7 @@ class Changes:
 
         Raises:
             StaleEpoch: Somebody has taken the session over.
-            CopyGivenUp: Of two copies one was behind.
+            CopiesChanged: Of two copies one was behind.
         """
         mirror = self._mirror
         nothing = (0,) * mirror.num_rows

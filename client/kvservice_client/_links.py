@@ -36,15 +36,15 @@ from kvservice_client._steady_call import SteadyAnswer, SteadyCall
 from kvservice_client._transport import AnyCall, AttendStream
 
 
-class CopyGivenUp(Exception):
-    """A copy was given up, and another one has all that was acknowledged: `Changes.settle`, and the
-    same call again. Never leaves the client."""
+class CopiesChanged(Exception):
+    """A copy was given up, or made, and another one has all that was acknowledged:
+    `Changes.settle`, and the same call again. Never leaves the client."""
 
 
-FAILED: Final = (KVServiceError, CopyGivenUp)
+FAILED: Final = (KVServiceError, CopiesChanged)
 """What a call on a worker may end with, instead of its result."""
 
-OUTCOME_UNKNOWN: Final = (PagesLost, CopyGivenUp, Unavailable, DeadlineExceeded, InternalError)
+OUTCOME_UNKNOWN: Final = (PagesLost, CopiesChanged, Unavailable, DeadlineExceeded, InternalError)
 """After these it is not known whether a call was carried out. The worst comes first."""
 
 FOLLOW_TIMEOUT_S: Final = 1.0
@@ -69,7 +69,7 @@ _VERDICTS: Final = {
 
 T = TypeVar("T")
 AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
-Failure = KVServiceError | CopyGivenUp
+Failure = KVServiceError | CopiesChanged
 Outcome = worker_pb2.AttendResult | Failure
 AnyOutcome = Outcome | SteadyAnswer
 
@@ -82,7 +82,7 @@ class Links:
     leads to, is never lost: WorkerLost, in the end.
 
     Where there are two copies, one that does not answer is given up as soon as the other one does:
-    CopyGivenUp. As long as neither answers, neither is.
+    CopiesChanged. As long as neither answers, neither is.
     """
 
     def __init__(self, connections: Connections, mirror: Mirror, lease: Lease) -> None:
@@ -278,7 +278,7 @@ class Links:
             extent.lost, extent.replaced = True, isinstance(error, StaleWorker)
             extent.close_stream()
             if self._mirror.give_up(extent):
-                raise CopyGivenUp(f"the worker at {extent.address} is given up") from error
+                raise CopiesChanged(f"the worker at {extent.address} is given up") from error
             raise self._lost(extent) from error
         except SessionNotFound as error:
             other = self._mirror.other_copy(extent)
@@ -287,7 +287,9 @@ class Links:
             raise
         except Draining:
             raise
-        except StaleEpoch:
+        except StaleEpoch as error:
+            if self._mirror.spec.replicas > 1 and self._finds_copy(extent):
+                raise CopiesChanged("the session has a copy more") from error
             self.lease.taken = True  # by whoever has attached to the session since
             raise
         except Unavailable as error:
@@ -325,6 +327,41 @@ class Links:
         self._address(extent, look)
         with suppress(KVServiceError):
             self.connections.ask(extent.address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
+
+    def _finds_copy(self, extent: Extent) -> bool:
+        """Whether an extent is at the next epoch because a copy of it was made; note that if so.
+
+        Raises:
+            WorkerLost: Nobody says. The call may be repeated.
+        """
+        follow = worker_pb2.FollowSessionRequest(session_id=self._mirror.id)
+        self._address(extent, follow)
+        try:
+            to = self.connections.ask(
+                extent.address, "FollowSession", follow, timeout_s=FOLLOW_TIMEOUT_S
+            )
+        except SessionNotFound:
+            return False
+        except KVServiceError as error:
+            raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
+        if to.copied_at_epoch != self._mirror.epoch + 1:
+            return False
+        told = core.Extent(to.worker_id, to.address, to.incarnation)
+        self._mirror.found(extent, told)
+        if to.capability:
+            self.lease.capabilities[to.address] = to.capability
+        self._show(to.address, to.ticket)
+        return True
+
+    def _show(self, address: str, ticket: int) -> None:
+        """Let a worker believe that a session is its own, should it not have heard."""
+        look = types_pb2.GetSessionRequest(
+            session_id=self._mirror.id,
+            ticket=ticket,
+            capability=self.lease.capabilities.get(address, b""),
+        )
+        with suppress(KVServiceError):
+            self.connections.ask(address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
 
     def _find_successor(self, extent: Extent) -> core.Extent | None:
         """Ask the manager for the worker that has taken over what was on an incarnation."""
@@ -402,7 +439,7 @@ class Links:
             return False
         return bool(answer.session.extents[0].incarnation == extent.incarnation)
 
-    def give_up(self, extent: Extent) -> CopyGivenUp:
+    def give_up(self, extent: Extent) -> CopiesChanged:
         """Go on without a copy whose worker lives, but that is of no use; return what to raise."""
         extent.lost = True
         extent.close_stream()
@@ -417,7 +454,7 @@ class Links:
         with suppress(KVServiceError):  # or its lease ends
             transport = self.connections.to(extent.address)
             transport.call(WORKER.full_name, "Release", request, timeout_s=self.connections.knock_s)
-        return CopyGivenUp(f"the copy at {extent.address} is given up")
+        return CopiesChanged(f"the copy at {extent.address} is given up")
 
     def _lost(self, extent: Extent) -> KVServiceError:
         if self._mirror.find_lost() is None:  # a spare: nothing was there

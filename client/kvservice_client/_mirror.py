@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from kvservice.core import session as core
 from kvservice.core.errors import PagesLost
 from kvservice.core.session import EvictBefore, RowRange, SessionInfo, SessionSpec
 from kvservice_client._extents import Extent, Lengths
@@ -89,9 +90,9 @@ class Mirror:
         # A worker that was given up may still live, and hold something by the session's id.
         self.haunted = False
         self.windows = tuple(layer.window for layer in info.spec.layers)
-        # Copies that others go on without, and how many of them have been left an epoch behind.
-        self.num_given_up = 0
-        self.num_left_behind = 0
+        # How often copies were given up or found, and after how many of those all have gone on.
+        self.num_changed = 0
+        self.num_settled = 0
 
     @property
     def tail(self) -> Extent:
@@ -328,15 +329,27 @@ class Mirror:
                 else:
                     one.twin = None
                 self.haunted |= not extent.replaced
-                self.num_given_up += 1
+                self.num_changed += 1
                 return True
         return False
 
-    def go_on(self, num_left_behind: int) -> None:
-        """Begin the next epoch, in the middle of whatever is in progress: so many copies that were
-        given up are at an earlier one now."""
+    def found(self, extent: Extent, told: core.Extent) -> None:
+        """Note that there is a copy of an extent now. Both are at the next epoch, to which all
+        others have to go (`go_on`)."""
+        self.num_changed += 1
+        for one in self.living:
+            if extent is one and one.twin is None:
+                one.twin = Extent(
+                    told.address, told.incarnation, (), (), told.worker_id, group=one.group
+                )
+                if self.step is not None and one in self.step.greeted:
+                    self.step.greeted.append(one.twin)
+
+    def go_on(self, num_changed: int) -> None:
+        """Begin the next epoch, in the middle of whatever is in progress: after so many changes of
+        copies."""
         self.epoch += 1
-        self.num_left_behind = num_left_behind
+        self.num_settled = num_changed
 
     def _next_epoch(self) -> None:
         self.epoch += 1

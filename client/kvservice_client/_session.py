@@ -30,7 +30,7 @@ from kvservice_client._changes import Changes
 from kvservice_client._connections import Connections
 from kvservice_client._fork import fork_mirror
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import CopyGivenUp, Links
+from kvservice_client._links import CopiesChanged, Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._tokens import TokenAccess, place, read_rows
 
@@ -53,7 +53,7 @@ def _goes_on(
             while True:
                 try:
                     result = method(session, *args, **kwargs)
-                except CopyGivenUp:
+                except CopiesChanged:
                     is_repeated = True
                 else:
                     if is_repeated and not was_uncertain:
@@ -483,7 +483,7 @@ class Session:
             failures: list[KVServiceError] = []
             for extent in self._mirror.everywhere:
                 try:
-                    with suppress(CopyGivenUp):
+                    with suppress(CopiesChanged):
                         self._links.unary(extent, "Release", request)
                 except KVServiceError as error:
                     if not extent.lost:  # with a dead worker its pages are gone

@@ -168,7 +168,7 @@ class TokenAccess:
 
         Raises:
             CapacityError: The first has no room; then none has stored anything.
-            CopyGivenUp: Another one has no room.
+            CopiesChanged: Another one has no room.
         """
         self._links.write(extent, call)
         if extent.twin is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,14 @@ def num_groups(infos: Sequence[SessionInfo]) -> int:
     """Return how many parts a session is in, copies counted once."""
     groups = [info.extents[0].group for info in infos]
     return groups.count(0) + len({group for group in groups if group})
+
+
+def find_lone(infos: Sequence[SessionInfo]) -> SessionInfo | None:
+    """Return a part of which there are fewer copies than there should be; None if there is none."""
+    groups = Counter(info.extents[0].group for info in infos)
+    return next(
+        (one for one in infos if 0 < groups[one.extents[0].group] < one.spec.replicas), None
+    )
 
 
 def missing_copies(infos: Sequence[SessionInfo]) -> int:

@@ -1,4 +1,5 @@
-"""Moving sessions from worker to worker: by hand, and away from those that leave."""
+"""Moving sessions from worker to worker: by hand, and away from those that leave. And copying them
+where a copy is missing."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from kvservice.core.errors import (
     WorkerLost,
     WorkerNotFound,
 )
+from kvservice.core.extents import find_lone
 from kvservice.core.session import SessionInfo
 from kvservice.manager.routes import SERVICE, Part, Routes
 from kvservice.v1 import types_pb2, worker_pb2
@@ -33,7 +35,10 @@ LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 0.05
 MAX_AT_ONCE: Final = 4
-"""Sessions that are moved away from workers that leave, all of them together."""
+"""Sessions that are moved away from workers that leave, or copied, all of them together."""
+
+MISSING_FOR_S: Final = 2.0
+"""How long a copy is missing before it is made: it may be on its way through a change."""
 
 PAUSE_S: Final = 2.0
 """How long a session that nobody can take is left alone."""
@@ -46,7 +51,7 @@ MAX_MOVE_S: Final = 3600.0
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """A session on its way. `source` and `target` are workers' ids."""
+    """A session on its way. `source` and `target` are workers' ids; `keep`: the source keeps it."""
 
     key: SessionKey
     move_id: str
@@ -54,6 +59,7 @@ class Move:
     source_address: str
     source_incarnation: str
     target: str
+    keep: bool = False
 
 
 class Moves:
@@ -71,7 +77,8 @@ class Moves:
         self._stop = threading.Event()
         self._num_begun = 0
         self._under_way: dict[SessionKey, Move] = {}
-        self._leaving: dict[SessionKey, Move] = {}  # of those, what `look` has begun
+        self._looked_after: dict[SessionKey, Move] = {}  # of those, what `look` has begun
+        self._missing_since: dict[SessionKey, float] = {}
         self._refused: dict[SessionKey, set[str]] = {}  # by whom, since the last pause
         self._not_before: dict[SessionKey, float] = {}
 
@@ -140,23 +147,62 @@ class Moves:
             )
         return source or parts[0]
 
-    # Away from workers that leave
+    # Away from workers that leave, and copies that are missing
 
     def look(self) -> None:
-        """See how far what leaves is, and let more go. To be called every `POLL_S`."""
-        for move in list(self._leaving.values()):
+        """See how far moves and copies are, and begin others. To be called every `POLL_S`."""
+        for move in list(self._looked_after.values()):
             self._look_at(move)
         now = self._clock.monotonic()
-        leaving = self._routes.leaving()
-        listed = {key for _, keys in leaving for key in keys}
+        leaving, missing = self._routes.leaving(), self._routes.missing_copies()
+        self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
+        listed = {key for _, keys in leaving for key in keys} | missing.keys()
         self._not_before = {k: at for k, at in self._not_before.items() if k in listed}
         self._refused = {k: by for k, by in self._refused.items() if k in listed}
         for source, keys in leaving:
             for key in keys:
-                if len(self._leaving) >= MAX_AT_ONCE:
-                    return
-                if key not in self._under_way and self._not_before.get(key, 0.0) <= now:
+                if self._may_begin(key, now):
                     self._let_go(key, source, now)
+        for key, since in self._missing_since.items():
+            if now >= since + MISSING_FOR_S and self._may_begin(key, now):
+                self._let_copy(key, now)
+
+    def _may_begin(self, key: SessionKey, now: float) -> bool:
+        return (
+            len(self._looked_after) < MAX_AT_ONCE
+            and key not in self._under_way
+            and self._not_before.get(key, 0.0) <= now
+        )
+
+    def _let_copy(self, key: SessionKey, now: float) -> None:
+        """Begin to make a copy that a session lacks, on the best worker that has not refused it."""
+        refused = self._refused.setdefault(key, set())
+        try:
+            parts = self._routes.parts(key, Caller(key[0], Role.TENANT), look_only=True)
+            lone = find_lone([part.info for part in parts])
+            source = next((part for part in parts if part.info is lone), None)
+            if source is None:
+                self._not_before[key] = now + PAUSE_S
+                return
+            held = {part.worker_id for part in parts}
+            target = next((one for one in self._routes.ranked() if one not in refused | held), None)
+            if target is None:
+                self._refused.pop(key)
+                self._not_before[key] = now + PAUSE_S
+                return
+            if target in self._routes.holders(key):
+                # What the session has left behind there makes room for what it is now.
+                release = types_pb2.ReleaseRequest(
+                    session_ids=[key[1]], epochs=[max(1, source.info.epoch - 1)]
+                )
+                self._routes.ask(target, "Release", release, Caller(key[0], Role.TENANT))
+                self._routes.end(key, target)
+            move = self._begin(key, source.worker_id, target, keep=True)
+        except KVServiceError as error:
+            LOG.debug("a session lacks a copy for now: %s", error)
+            self._not_before[key] = now + PAUSE_S
+        else:
+            self._looked_after[key] = move
 
     def _let_go(self, key: SessionKey, source: str, now: float) -> None:
         """Begin to move a session to the best worker that has not refused it."""
@@ -168,7 +214,7 @@ class Moves:
             self._not_before[key] = now + PAUSE_S
             return
         try:
-            self._leaving[key] = self._begin(key, source, target)
+            self._looked_after[key] = self._begin(key, source, target)
         except KVServiceError as error:
             LOG.debug("a session stays on %s for now: %s", source, error)
             self._not_before[key] = now + PAUSE_S
@@ -197,13 +243,13 @@ class Moves:
 
     def _end(self, move: Move) -> None:
         with self._lock:
-            for moves in (self._leaving, self._under_way):
+            for moves in (self._looked_after, self._under_way):
                 if moves.get(move.key) is move:
                     del moves[move.key]
 
     # One move
 
-    def _begin(self, key: SessionKey, source: str, target: str) -> Move:
+    def _begin(self, key: SessionKey, source: str, target: str, *, keep: bool = False) -> Move:
         record = self._routes.record_of(source)
         with self._lock:
             if key in self._under_way:
@@ -216,6 +262,7 @@ class Moves:
                 record.address,
                 record.incarnation,
                 target,
+                keep,
             )
         return move
 
@@ -235,6 +282,7 @@ class Moves:
             source_address=move.source_address,
             source_incarnation=move.source_incarnation,
             source_is_dead=state is WorkerState.DEAD,
+            keep=move.keep,
         )
         answer = self._routes.ask(move.target, "PullSession", request, SERVICE)
         self._routes.passed("manager.move.begun")
@@ -243,6 +291,10 @@ class Moves:
     def _arrived(self, move: Move, info: SessionInfo) -> None:
         """Note where a session is now, and tell the worker before it, if there is one."""
         self._routes.passed("manager.move.done")
+        if move.keep:
+            self._routes.note(move.key, [Part(move.target, info)])
+            LOG.info("a session on worker %s has a copy on %s", move.source, move.target)
+            return
         others = [one for one in self._routes.holders(move.key) if one != move.source]
         self._routes.note(move.key, [Part(move.target, info)])
         self._routes.end(move.key, move.source)

@@ -487,6 +487,7 @@ class Routes:
         *,
         keep_at_most: int | None = None,
         from_epoch: int | None = None,
+        look_only: bool = False,
     ) -> list[Part]:
         """Ask all workers that hold a session where it stands; return its parts in order.
 
@@ -497,6 +498,7 @@ class Routes:
                 those below this position are: for the change that cuts it to there.
             from_epoch: Of a structural change: parts that it has not reached yet belong to the
                 session, even if those that it has reached are all that is left.
+            look_only: Renew no lease: it is not the session's holder that asks.
 
         Raises:
             SessionNotFound, WorkerLost.
@@ -504,10 +506,10 @@ class Routes:
             PagesLost: A worker that held a part of it is gone.
         """
         asked: dict[str, SessionInfo | None] = {}
-        self._ask_where(key, self.holders(key), caller, asked)
+        self._ask_where(key, self.holders(key), caller, asked, look_only=look_only)
         found = self._not_left_behind(key, asked)
         if not found or find_loss(list(found.values())) is not None:
-            self._ask_where(key, self.reachable(), caller, asked)
+            self._ask_where(key, self.reachable(), caller, asked, look_only=look_only)
             found = self._not_left_behind(key, asked)
         if not found:
             raise self._not_found(key)
@@ -530,13 +532,15 @@ class Routes:
         worker_ids: Iterable[str],
         caller: Caller,
         asked: dict[str, SessionInfo | None],
+        *,
+        look_only: bool = False,
     ) -> None:
         """Ask workers that were not asked yet where a session stands; the dead are passed over.
 
         Args:
             asked: Gets the answers; None of who does not hold the session.
         """
-        request = types_pb2.GetSessionRequest(session_id=key[1])
+        request = types_pb2.GetSessionRequest(session_id=key[1], look_only=look_only)
         waiting = [one for one in worker_ids if one not in asked and not self.is_dead(one)]
         asked_at = self._clock.monotonic()
         failures: list[KVServiceError] = []

@@ -436,16 +436,18 @@ class RenewLeaseResponse(_message.Message):
     def __init__(self, missing_session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session_id", "capability", "ticket", "incarnation")
+    __slots__ = ("session_id", "capability", "ticket", "incarnation", "look_only")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOOK_ONLY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     capability: bytes
     ticket: int
     incarnation: str
-    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    look_only: bool
+    def __init__(self, session_id: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ..., incarnation: _Optional[str] = ..., look_only: bool = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
     __slots__ = ("session",)

@@ -236,21 +236,23 @@ class FollowSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class FollowSessionResponse(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "capability", "ticket")
+    __slots__ = ("worker_id", "address", "incarnation", "capability", "ticket", "copied_at_epoch")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    COPIED_AT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
     capability: bytes
     ticket: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
+    copied_at_epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ..., copied_at_epoch: _Optional[int] = ...) -> None: ...
 
 class PullSessionRequest(_message.Message):
-    __slots__ = ("tenant", "session_id", "incarnation", "move_id", "source_worker_id", "source_address", "source_incarnation", "source_is_dead")
+    __slots__ = ("tenant", "session_id", "incarnation", "move_id", "source_worker_id", "source_address", "source_incarnation", "source_is_dead", "keep")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +261,7 @@ class PullSessionRequest(_message.Message):
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_IS_DEAD_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     incarnation: str
@@ -267,7 +270,8 @@ class PullSessionRequest(_message.Message):
     source_address: str
     source_incarnation: str
     source_is_dead: bool
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., move_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., source_is_dead: bool = ...) -> None: ...
+    keep: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., move_id: _Optional[str] = ..., source_worker_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_incarnation: _Optional[str] = ..., source_is_dead: bool = ..., keep: bool = ...) -> None: ...
 
 class PullSessionResponse(_message.Message):
     __slots__ = ("session", "copied_bytes")
@@ -454,7 +458,7 @@ class LayerPages(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class HandOverRequest(_message.Message):
-    __slots__ = ("tenant", "session_id", "incarnation", "ticket", "worker_id", "worker_address", "worker_incarnation", "confirmed")
+    __slots__ = ("tenant", "session_id", "incarnation", "ticket", "worker_id", "worker_address", "worker_incarnation", "confirmed", "keep")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -463,6 +467,7 @@ class HandOverRequest(_message.Message):
     WORKER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     incarnation: str
@@ -471,7 +476,8 @@ class HandOverRequest(_message.Message):
     worker_address: str
     worker_incarnation: str
     confirmed: bool
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[int] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., worker_incarnation: _Optional[str] = ..., confirmed: bool = ...) -> None: ...
+    keep: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[int] = ..., worker_id: _Optional[str] = ..., worker_address: _Optional[str] = ..., worker_incarnation: _Optional[str] = ..., confirmed: bool = ..., keep: bool = ...) -> None: ...
 
 class HandOverResponse(_message.Message):
     __slots__ = ()

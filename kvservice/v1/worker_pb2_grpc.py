@@ -324,7 +324,8 @@ class PageWorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FollowSession(self, request, context):
-        """Says where a session has gone that was moved from here: what to do after SESSION_MOVED.
+        """Says where a session has gone that was moved from here: what to do after SESSION_MOVED. Or where
+        a copy of one that is here has been made: what to do after STALE_EPOCH, if it is to have copies.
         Errors: SESSION_NOT_FOUND (also of one that is here)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

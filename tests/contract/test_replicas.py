@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvservice.clock import SystemClock
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import CapacityError, Unavailable
 from kvservice.core.geometry import LayerSpec
@@ -32,7 +33,7 @@ from kvservice_client import (
 )
 from kvservice_client._extents import Extent
 from kvservice_client._retry import RetryPolicy
-from kvservice_client.testing import DenseSession
+from kvservice_client.testing import DenseSession, eventually
 from kvservice_workers.worker import PageWorker
 from tests.backends import Backend
 from tests.contract.conftest import BACKENDS, Start
@@ -450,3 +451,98 @@ def test_caches_that_attend_or_are_values(start_here: Start) -> None:
     paged.release()
     client.close()
     backend.restart(1)
+
+
+def held_at(backend: Backend, session_id: str) -> list[int]:
+    """Return the epochs at which workers hold a session."""
+    return [
+        info.epoch
+        for worker in backend.workers
+        for _, info in worker.list_sessions(None)
+        if info.session_id == session_id
+    ]
+
+
+def restore(backend: Backend, driver: Driver) -> None:
+    """Wait until the manager has had the copy made that a session lacks."""
+    before = driver.session.epoch
+
+    def is_there() -> bool:
+        backend.manager.look_after_moves()
+        return held_at(backend, driver.session.id) == [before + 1] * 2
+
+    backend.beat()
+    eventually(is_there, timeout_s=20.0)
+
+
+def lose_one(backend: Backend, driver: Driver, which: int = 0) -> None:
+    """Kill a worker with a copy, step on without it, and let it live again."""
+    index = backend.index_of(copies(driver)[0][which].worker_id)
+    backend.kill(index)
+    driver.step()
+    backend.restart(index)
+
+
+def test_a_copy_is_made_again_and_again(start: Start) -> None:
+    """Whichever worker dies, one after the other, with time to copy between."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), num_rows=3, replicas=2, page_size=4)
+    padding = np.zeros((3, 9), np.bool_)
+    padding[0, :3] = padding[1, 4:6] = True
+    driver.step(9, padding=padding)
+    for which in (0, 1, 0):
+        lose_one(backend, driver, which)
+        assert [len(group) for group in copies(driver)] == [1]
+        restore(backend, driver)
+        driver.step()
+        assert [len(group) for group in copies(driver)] == [2]
+        check_equal(backend, driver)
+        driver.check_stored()
+    driver.step(3)
+    check_equal(backend, driver)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_is_found_by_any_call(start_here: Start, change: str) -> None:
+    """Its holder learns of it by whatever it does next, also in the middle of a step."""
+    backend = start_here(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+    driver.step(6)
+    lose_one(backend, driver)
+    if change == "roll_back":
+        driver.step(layers=[0])
+    restore(backend, driver)
+    if change == "roll_back":
+        driver.step(layers=[1])
+    CHANGES[change](driver)
+    driver.step()
+    assert [len(group) for group in copies(driver)] == [2]
+    driver.check_stored()
+    check_equal(backend, driver)
+
+
+def test_a_copy_is_made_while_a_decoder_goes_on(start: Start) -> None:
+    """On a worker that was not there before. The decoder sees nothing but its own tokens."""
+    backend = start(num_workers=3)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+    driver.step(40)
+    dead = [backend.index_of(copies(driver)[0][0].worker_id)]
+    backend.kill(dead[0])
+    backend.bury(dead[0])
+    deadline = SystemClock().monotonic() + 20.0
+    driver.step()
+    while driver.session._mirror.misses_copies:
+        assert SystemClock().monotonic() < deadline, "no copy is made"
+        backend.manager.look_after_moves()
+        driver.step()
+        if max(driver.session.lengths(0)) > 80:
+            driver.pop(40)
+    driver.step()
+    check_equal(backend, driver)
+    dead.append(backend.index_of(copies(driver)[0][0].worker_id))
+    backend.kill(dead[1])
+    driver.step()
+    driver.check_stored()
+    driver.session.release()
+    for index in dead:
+        backend.restart(index)

@@ -163,7 +163,9 @@ class SimManager(Process):
         self.loop.later(LOOK_S, self._tick, self)
 
     def _tick_moves(self) -> None:
-        if self._moves._leaving or self.directory.leaving(self.loop.now):
+        now = self.loop.now
+        waits = self.directory.leaving(now) or self.directory.missing_copies(now)
+        if self._moves._looked_after or waits:
             self.loop.spawn(self, self._look_after_moves)
         else:
             self.loop.later(LOOK_S, self._tick_moves, self)

@@ -71,12 +71,14 @@ class Arrival:
         copied: By window, then by the page's number there.
         ticket: By which it is to be had, once complete.
         left_s, ends_at: How much of its lease is left; when it is over, once complete.
+        keeps: The other worker holds it too, from then on.
         here: It has arrived, and is in the worker's table.
         gone: It was given up.
     """
 
     session: WorkerSession
     source: str
+    keeps: bool = False
     copied: dict[int | None, dict[int, Copied]] = field(default_factory=dict)
     complete: bool = False
     ticket: int = 0
@@ -163,8 +165,19 @@ class Arrivals:
                 raise Conflict("the session is on its way here already", retry_delay_s=1.0)
             self._admit()
 
-    def begin(self, tenant: str, session_id: str, state: SessionState, source: str) -> Arrival:
+    def begin(
+        self,
+        tenant: str,
+        session_id: str,
+        state: SessionState,
+        source: str,
+        *,
+        keeps: bool = False,
+    ) -> Arrival:
         """Begin to take a session over from an incarnation of another worker.
+
+        Args:
+            keeps: That one will hold it too.
 
         Raises:
             As `check_admitted`, and QuotaExceeded.
@@ -175,7 +188,7 @@ class Arrivals:
             session = WorkerSession((tenant, session_id), state.spec, state.origin)
             session.quota = self._pools.usage.quota_of(tenant)
             self._structure.open_groups(session, None)
-            arrival = self._arrivals[session.key] = Arrival(session, source)
+            arrival = self._arrivals[session.key] = Arrival(session, source, keeps)
             for window, group in session.groups.items():
                 group.tables, group.evicted = [PageTable(group.pool.pages)], [0]
                 arrival.copied[window] = {}
@@ -284,6 +297,8 @@ class Arrivals:
                 assert arrival.complete, "it is not known what it is"
                 del self._arrivals[arrival.key]
                 arrival.here = True
+                if arrival.keeps:
+                    arrival.session.go_on()
                 left_s = max(0.0, arrival.ends_at - self._clock.monotonic())
                 self._sessions.add(arrival.session, left_s)
             return arrival.here

@@ -12,7 +12,7 @@ FREE_REASONS = ("pop", "reset", "select", "evict", "release", "lease_expired", "
 FAILURE_REASONS = ("out_of_pages", "quota_exceeded", "too_many_sessions", "draining")
 
 REPLAYED = ("Allocate", "Fork", "Pop", "Reset", "Select", "Attach", "Attend")
-MOVED = ("moved", "refused", "conflict", "unavailable", "lost")
+MOVED = ("moved", "copied", "refused", "conflict", "unavailable", "lost")
 DISCREPANCIES = ("leaked", "double_owned", "missing")
 
 

@@ -119,6 +119,28 @@ class Departures:
             written = group.written or {}
             return CopiedPages(tuple(written.get(page, 0) for page in pages), found)
 
+    def share(self, tenant: str, session_id: str, to: MovedTo) -> None:
+        """Let another worker hold a session too: both go on at the next epoch. Repeat-safe by the
+        ticket.
+
+        Raises:
+            SessionNotFound: It has ended.
+            SessionMoved: Somebody else has taken it.
+            Conflict: It is not frozen by this ticket (any more), or is about to be changed.
+        """
+        with self._using(tenant, session_id) as session:
+            if session.copied is not None and session.copied[0].ticket == to.ticket:
+                return
+            self._check_frozen(session, to.ticket)
+            if self._clock.monotonic() < session.change_due_by:
+                raise Conflict("the session is about to be changed", retry_delay_s=1.0)
+            self._end_copy(session)
+            session.frozen = None
+            session.go_on()
+            session.copied = to, session.epoch
+            self._sessions.changed(session)
+        self._failpoints.passed("move.handed_over")
+
     def hand_over(
         self, tenant: str, session_id: str, to: MovedTo, *, confirmed: bool = False
     ) -> None:
@@ -139,16 +161,19 @@ class Departures:
                 moved.confirmed |= confirmed
                 return
         with self._using(tenant, session_id) as session:
-            frozen = session.frozen
-            if frozen is None or frozen.ticket != to.ticket:
-                raise Conflict("the session is not frozen by this ticket")
-            if self._clock.monotonic() >= frozen.until:
-                raise Conflict("the session has waited long enough, and goes on here")
+            self._check_frozen(session, to.ticket)
             self._end_copy(session)
             self._structure.free(session, "move")
             self._pools.usage.change_sessions(session.tenant, -1)
             self._sessions.hand_over(session, to)
         self._failpoints.passed("move.handed_over")
+
+    def _check_frozen(self, session: WorkerSession, ticket: int) -> None:
+        frozen = session.frozen
+        if frozen is None or frozen.ticket != ticket:
+            raise Conflict("the session is not frozen by this ticket")
+        if self._clock.monotonic() >= frozen.until:
+            raise Conflict("the session has waited long enough, and goes on here")
 
     def sweep(self) -> None:
         """Forget copies that nobody goes on with. The worker's lock is held."""

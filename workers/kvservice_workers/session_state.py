@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import ge
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,9 @@ from kvservice_workers.pools import Pool, PoolSet
 from kvservice_workers.steady import SteadyKey, SteadyStep
 
 SessionKey = tuple[str, str]  # tenant, session id
+
+GO_ON: Final = ("attach", (1,))
+"""The change that begins an epoch without a new holder."""
 
 
 class LayerGroup:
@@ -164,6 +168,11 @@ class WorkerSession:
         self.closed = False
         self.epoch = 1
         self.last_change: Hashable = None
+        self.change_before: Hashable = None  # if the last one was to go on; it may be repeated too
+        # The worker that has made a copy, and the epoch at which both have gone on.
+        self.copied: tuple[MovedTo, int] | None = None
+        # Until when no copy is made: somebody who has checked a change is about to make it.
+        self.change_due_by = 0.0
         self.last_step = 0
         self.step: Step | None = None
         self.begins_at_zero = False  # rather than where another worker's extent ends
@@ -364,15 +373,16 @@ class WorkerSession:
     def begin_epoch(self, change: Hashable) -> None:
         """Count a structural change. The step in progress, if any, is over."""
         self.epoch += 1
-        self.last_change = change
+        self.last_change, self.change_before = change, None
+        self.change_due_by = 0.0
         self.step = None
         self.last_write = 0
         self.refused_step = self.refused_write = None
 
-    def go_on(self, change: Hashable) -> None:
-        """Begin an epoch in the middle of whatever is in progress."""
+    def go_on(self) -> None:
+        """Begin an epoch for the same holder, in the middle of whatever is in progress."""
         self.epoch += 1
-        self.last_change = change
+        self.change_before, self.last_change = self.last_change, GO_ON
         if self.step is not None:
             self.step.steady.clear()  # that is of the epoch before
 

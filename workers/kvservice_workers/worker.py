@@ -49,7 +49,7 @@ from kvservice_workers.data_path import DataPath
 from kvservice_workers.departures import Departures
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.promises import Promises
-from kvservice_workers.session_state import WorkerSession
+from kvservice_workers.session_state import GO_ON, WorkerSession
 from kvservice_workers.session_table import SessionTable
 from kvservice_workers.snapshot import (
     Discrepancy,
@@ -68,8 +68,8 @@ __all__ = ["PageWorker", "WorkerConfig"]
 Change = str | tuple[str, tuple[int, ...]]
 """A structural change's verb in lower case, and what it was asked for."""
 
-GO_ON: Final = ("attach", (1,))
-"""What begins an epoch without a new holder."""
+CHANGE_DUE_S: Final = 120.0
+"""How long a change that was checked keeps others from copying the session."""
 
 
 class PageWorker:
@@ -247,7 +247,7 @@ class PageWorker:
         """
         with self._changing(tenant, session_id) as session:
             if not self._is_repeat(session, epoch, GO_ON):
-                session.go_on(GO_ON)
+                session.go_on()
                 self._sessions.changed(session)
             return self._info(session)
 
@@ -295,7 +295,8 @@ class PageWorker:
                 continue
             with session.lock, self._lock:
                 epoch = session.epoch
-                if session_id in unsettled and session.last_change not in (None, "attach"):
+                is_own = session_id in unsettled and session.last_change not in (None, "attach")
+                if is_own or session.last_change == GO_ON:  # nobody has taken it over by that
                     epoch -= 1
                 if not session.closed and epoch <= (epochs.get(session_id) or math.inf):
                     self._remove(session, "release")
@@ -334,6 +335,15 @@ class PageWorker:
         with self._lock:
             moved = self._sessions.find_moved((tenant, session_id))
             return None if moved is None else (moved.to, moved.ttl_s)
+
+    def find_copied(self, tenant: str, session_id: str) -> tuple[MovedTo, float, int] | None:
+        """Return where a copy of a session was made with which its epoch began, its ttl in seconds,
+        and that epoch; None if there was none."""
+        with self._lock:
+            session = self._sessions.find(tenant, session_id)
+            if session is None or session.copied is None or session.copied[1] != session.epoch:
+                return None
+            return session.copied[0], session.ttl_s, session.epoch
 
     def expire(self) -> int:
         """Free the sessions whose lease is over; return how many. Costs O(expired).
@@ -476,6 +486,8 @@ class PageWorker:
                 self._structure.cut(session, keep, "pop")
                 self._counters.popped_tokens += max(0, before - sum(session.longest_of_all()))
                 self._apply(session, change)
+            else:
+                self._expect_change(session)
             return self._info(session)
 
     def reset(
@@ -496,6 +508,8 @@ class PageWorker:
                 targets = self._promises.reserved_targets(session)
                 self._promises.promise_again(session, targets)
                 self._apply(session, "reset")
+            else:
+                self._expect_change(session)
             return self._info(session)
 
     def select(
@@ -525,6 +539,7 @@ class PageWorker:
             session.quota.check("rows", len(rows))
             if check_only:
                 self._promises.hold_room_for_rows(session, rows)
+                self._expect_change(session)
             else:
                 self._structure.select(session, rows)
                 self._apply(session, change)
@@ -791,7 +806,8 @@ class PageWorker:
         """
         if epoch == session.epoch:
             return False
-        if epoch + 1 == session.epoch and session.last_change == change:
+        known = (session.epoch - 1, session.last_change), (session.epoch - 2, session.change_before)
+        if (epoch, change) in known:
             verb = change if isinstance(change, str) else change[0]
             self._counters.replays[verb.capitalize()] += 1
             return True
@@ -799,6 +815,10 @@ class PageWorker:
             f"the session is at epoch {session.epoch}, the change starts from {epoch}",
             epoch=session.epoch,
         )
+
+    def _expect_change(self, session: WorkerSession) -> None:
+        """Note that a change was checked, which others may have by now."""
+        session.change_due_by = self._clock.monotonic() + CHANGE_DUE_S
 
     def _apply(self, session: WorkerSession, change: Change) -> None:
         session.begin_epoch(change)

@@ -196,15 +196,17 @@ class Puller:
             LOG.exception("taking a session over has failed")
             failure = InternalError("taking the session over has failed: see the worker's log")
         else:
-            self._worker.count_move("moved")
+            self._worker.count_move("copied" if pull.request.keep else "moved")
             LOG.info(
-                "session moved here from worker %s: %d bytes in %.3f s",
+                "session %s here from worker %s: %d bytes in %.3f s",
+                "copied" if pull.request.keep else "moved",
                 pull.request.source_worker_id,
                 pull.copied_bytes,
                 self._clock.monotonic() - began,
             )
             pull.info = info
-            source.confirm(self._worker)
+            if not pull.request.keep:
+                source.confirm(self._worker)
             source.close()
             return
         source.let_go()
@@ -217,7 +219,9 @@ class Puller:
         worker, arrivals = self._worker, self._worker.arrivals
         state = source.state()
         self._check_the_same_part(pull, state)
-        arrival = arrivals.begin(*pull.key, state, pull.request.source_incarnation)
+        arrival = arrivals.begin(
+            *pull.key, state, pull.request.source_incarnation, keeps=pull.request.keep
+        )
         try:
             self._copy(pull, source, arrival, state)
             for _ in range(MAX_FREEZES):
@@ -372,6 +376,7 @@ class Source:
                 worker_address=config.address,
                 worker_incarnation=config.incarnation,
                 confirmed=confirmed,
+                keep=self._pull.request.keep,
             )
         )
         self._peer.call("HandOver", request, HAND_OVER_S, SERVICE)

@@ -208,7 +208,10 @@ class WorkerService:
     ) -> types_pb2.GetSessionResponse:
         self._check_incarnation(request.incarnation)
         info = self._worker.get(
-            caller.tenant, session_id_from_pb(request.session_id), ticket=request.ticket
+            caller.tenant,
+            session_id_from_pb(request.session_id),
+            ticket=request.ticket,
+            renew=not request.look_only,
         )
         return types_pb2.GetSessionResponse(session=self._answer(info, caller, Rights.READ))
 
@@ -248,10 +251,13 @@ class WorkerService:
     ) -> worker_pb2.FollowSessionResponse:
         self._check_incarnation(request.incarnation)
         session_id = session_id_from_pb(request.session_id)
-        found = self._worker.find_moved(caller.tenant, session_id)
+        moved = self._worker.find_moved(caller.tenant, session_id)
+        found = (
+            self._worker.find_copied(caller.tenant, session_id) if moved is None else (*moved, 0)
+        )
         if found is None:
             raise session_not_found()
-        to, ttl_s = found
+        to, ttl_s, epoch = found
         capability = b""
         if self._issue is not None:
             capability = self._issue(caller, session_id, ttl_s, Rights.WRITE, to.incarnation)
@@ -261,6 +267,7 @@ class WorkerService:
             incarnation=to.incarnation,
             capability=capability,
             ticket=to.ticket,
+            copied_at_epoch=epoch,
         )
 
     def pull_session(
@@ -326,12 +333,13 @@ class WorkerService:
         to = MovedTo(
             request.worker_id, request.worker_address, request.worker_incarnation, request.ticket
         )
-        self._worker.departures.hand_over(
-            request.tenant,
-            session_id_from_pb(request.session_id),
-            to,
-            confirmed=request.confirmed,
-        )
+        session_id = session_id_from_pb(request.session_id)
+        if request.keep:
+            self._worker.departures.share(request.tenant, session_id, to)
+        else:
+            self._worker.departures.hand_over(
+                request.tenant, session_id, to, confirmed=request.confirmed
+            )
         return worker_pb2.HandOverResponse()
 
     # The data path
