@@ -27,12 +27,18 @@ TTL_S = 2.0
 
 
 class Process:
-    """One process of ours, from `start` on; after `kill` it may be started again."""
+    """One process of ours, from `start` on; after `kill` it may be started again.
+
+    Attributes:
+        failpoints: Where lives that are launched from now on end, or fail; see
+            `kvservice/core/failpoints.py`.
+    """
 
     def __init__(self, kind: str, settings: dict[str, Any]) -> None:
         self._kind = kind
         self._settings = settings
         self._popen: subprocess.Popen[str] | None = None
+        self.failpoints = ""
         self.said: dict[str, Any] = {}
 
     @property
@@ -53,10 +59,16 @@ class Process:
         self._popen = subprocess.Popen(
             [sys.executable, "-m", SCRIPTS[self._kind], json.dumps(self._settings)],
             cwd=ROOT,
+            env=dict(os.environ) | self._flags(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
+
+    def _flags(self) -> dict[str, str]:
+        if not self.failpoints:
+            return {}
+        return {"KVSERVICE_TESTING": "1", "KVSERVICE_FAILPOINTS": self.failpoints}
 
     def wait(self) -> None:
         """Wait until it serves."""
@@ -74,6 +86,13 @@ class Process:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
+        self._reap()
+
+    def wait_until_ended(self) -> None:
+        """Wait until it has ended by itself."""
+        popen = self._popen
+        assert popen is not None, "it does not run"
+        until(lambda: popen.poll() is not None, START_S)
         self._reap()
 
     def freeze(self) -> None:
