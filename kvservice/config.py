@@ -122,8 +122,9 @@ class ServerLimits:
         fragment_bytes: Answers beyond this are sent in pieces of it.
         max_message_bytes: The largest message put together from fragments.
         max_streams: Streams at the same time, over all clients. Each takes a thread.
-        unary_threads: Threads that streams can never take.
-        queued_calls: Calls that may wait for a thread.
+        unary_threads: Threads of other calls, which streams can never take. A manager's wait in
+            them for workers, frozen ones too, so there are many; they are made as they are needed.
+        queued_calls: Calls that may wait for a thread; more are refused.
         max_connections: Connections at the same time.
         idle_stream_s: A stream without a call for so long is closed; clients open another.
         answer_s: A stream whose peer takes longer to take an answer is closed; a lane, after
@@ -136,7 +137,7 @@ class ServerLimits:
     fragment_bytes: int = 4 << 20
     max_message_bytes: int = 1 << 30
     max_streams: int = 256
-    unary_threads: int = 16
+    unary_threads: int = 128
     queued_calls: int = 128
     max_connections: int = 1024
     idle_stream_s: float = 300.0

@@ -120,6 +120,7 @@ def messages(descriptor: Any, session_id: str, depth: int = 3) -> st.SearchStrat
 INTEGERS = st.one_of(
     st.integers(-2, 40), st.sampled_from([1 << 20, (1 << 31) - 1, -(1 << 31), 1 << 16])
 )
+UNSIGNED = st.one_of(st.integers(0, 40), st.sampled_from([1 << 20, (1 << 31) - 1, (1 << 32) - 1]))
 LONG = st.one_of(INTEGERS, st.sampled_from([1 << 40, (1 << 63) - 1, -(1 << 63)]))
 
 
@@ -139,6 +140,8 @@ def values(field: Any, session_id: str, depth: int) -> st.SearchStrategy[Any]:
         one = st.integers(0, 9)
     elif field.type == kinds.TYPE_INT32:
         one = INTEGERS
+    elif field.type == kinds.TYPE_UINT32:
+        one = UNSIGNED
     else:
         one = LONG
     return st.lists(one, max_size=4) if field.is_repeated else one
