@@ -160,6 +160,20 @@ def test_session_that_ends_and_begins_again_is_held(directory: Directory) -> Non
     assert set(directory.holders(A)) == {"w0", "w1"}
 
 
+def test_answers_that_a_heartbeat_has_overtaken(directory: Directory) -> None:
+    """What was asked before an end was heard, or before a new stream, is of before; for as long as
+    an answer may take."""
+    directory.heartbeat(record("w0"), [], [A], 2.0)
+    assert directory.has_ended_since(A, "w0", 1.5)
+    assert not directory.has_ended_since(A, "w0", 2.5)
+    assert not directory.has_ended_since(A, "w1", 1.5)
+    directory.heartbeat(record("w0"), [], [], 30.0)
+    assert not directory.has_ended_since(A, "w0", 1.5)
+    directory.register(record("w0"), held(B), 31.0)
+    assert directory.has_ended_since(A, "w0", 30.5)
+    assert not directory.has_ended_since(B, "w0", 30.5)
+
+
 def test_tenants_do_not_share_ids(directory: Directory) -> None:
     """The same id of another tenant is another session."""
     assert directory.holders(("other", "a")) == []

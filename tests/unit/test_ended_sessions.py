@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvservice.clock import ManualClock
+from kvservice.core.errors import AlreadyExists
 from kvservice_workers.worker import PageWorker, WorkerConfig
 from tests.serving import new_id, spec
 
@@ -21,4 +24,18 @@ def test_reported_ends_are_forgotten() -> None:
         assert {one.session_id for one in ended} == set(ids)
     assert worker.changes_since(cursor)[1:] == ([], [])
     assert not worker._sessions._ended
+    worker.close()
+
+
+def test_no_session_comes_where_one_of_its_id_is_still_to_be_freed() -> None:
+    """A lease that is over is found out a moment later; until then the id is taken."""
+    config = WorkerConfig(worker_id="w", incarnation="i", budget_bytes=1 << 20, address="nowhere:1")
+    clock, session_id = ManualClock(), new_id()
+    worker = PageWorker(config, clock=clock)
+    worker.allocate("t", session_id, spec())
+    clock.advance(3601.0)
+    with pytest.raises(AlreadyExists):
+        worker.arrivals.check_admitted("t", session_id)
+    assert worker.expire() == 1
+    worker.arrivals.check_admitted("t", session_id)
     worker.close()

@@ -153,13 +153,13 @@ class Arrivals:
         """Refuse what cannot be taken over.
 
         Raises:
-            AlreadyExists: It is here, or a part of it.
+            AlreadyExists: It is here, or a part of it, be it that its lease is over.
             Conflict: It is on its way here already.
             Draining, TooManySessions.
         """
         with self._lock:
             key = (tenant, session_id)
-            if self._sessions.find(*key) is not None:
+            if self._sessions.peek(*key) is not None:  # until it is freed, its id is taken
                 raise AlreadyExists("this worker holds the session, or a part of it")
             if key in self._arrivals:
                 raise Conflict("the session is on its way here already", retry_delay_s=1.0)
