@@ -280,6 +280,8 @@ class WorkerSettings:
         lane_port: Of the lane beside gRPC; 0: any free one. None: no lane.
         manager_address: Whom to report to, as host:port. None: a lone worker.
         zero_freed_pages: Overwrite pages as soon as nobody holds them any more.
+        drain_s: How long it may take, when its process is to end, to give its sessions away, or
+            wait for them. 0: they are lost at once.
     """
 
     worker_id: str
@@ -296,9 +298,12 @@ class WorkerSettings:
     limits: ServerLimits = field(default_factory=ServerLimits)
     security: Security = field(default_factory=Security)
     zero_freed_pages: bool = False
+    drain_s: float = 30.0
 
     def __post_init__(self) -> None:
         _check_listening(self.host, self.port, self.advertise_host, self.metrics_port)
+        if not 0 <= self.drain_s <= 86_400:
+            raise ConfigError(f"drain_s must be 0 to 86400 s, got {self.drain_s:g} s")
         for port in (self.lane_port, self.health_port):
             _check_listening(self.host, port or 0, self.advertise_host, None)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", self.worker_id):

@@ -182,12 +182,13 @@ class Client:
         return int(answer.expected_count)
 
     def drain_worker(self, worker_id: str, *, timeout_s: float = 300.0) -> manager_pb2.WorkerInfo:
-        """Let a worker take no new sessions, and leave when those it has have ended.
+        """Let a worker take no new sessions, and leave when those it has have moved or ended.
 
         For operators. Returns at once; `list_workers` shows the worker until it has left.
 
         Args:
-            timeout_s: How long it waits for its sessions. What is left of them then is lost.
+            timeout_s: How long it waits for sessions that nobody has room for. What is left of
+                them then is lost.
 
         Raises:
             WorkerNotFound: There is none of that name.
@@ -203,6 +204,43 @@ class Client:
             FRONT, "DrainWorker", request
         )
         return answer.worker
+
+    def move_session(
+        self,
+        session_id: str,
+        worker_id: str,
+        *,
+        from_worker_id: str = "",
+        timeout_s: float | None = None,
+    ) -> SessionInfo:
+        """Move a session to another worker while it is used, and wait until it is there.
+
+        For operators. Whoever uses the session does not notice.
+
+        Args:
+            from_worker_id: Whose part of it, where several workers have one.
+            timeout_s: None: the client's. When it is over the session may still move.
+
+        Returns:
+            The session as it is now.
+
+        Raises:
+            SessionNotFound, WorkerNotFound: There is none of that name.
+            AlreadyExists: The worker holds the session, or a part of it.
+            OutOfPages, TooManySessions, QuotaExceeded, Draining: The worker does not take it.
+            Conflict: It is being moved elsewhere, or changes faster than it can be copied.
+            PermissionDenied: The caller is no operator.
+            Unimplemented: This is a lone worker.
+        """
+        if self._connections.lone_worker:
+            raise Unimplemented("a lone worker has nobody to move a session to")
+        request = manager_pb2.MoveSessionRequest(
+            session_id=session_id, worker_id=worker_id, from_worker_id=from_worker_id
+        )
+        answer: manager_pb2.MoveSessionResponse = self._connections.ask(
+            FRONT, "MoveSession", request, timeout_s=timeout_s
+        )
+        return convert.session_from_pb(answer.session)
 
     def list_sessions(self) -> list[SessionInfo]:
         """Return the caller's sessions; all of them for operators."""

@@ -173,8 +173,8 @@ class Links:
                 return [self._attend_again(*calls[0])]
             waiting = [self._send(extent, call) for extent, call in calls]
             return [
-                self._receive(extent, call) if sent else self._attend_again(extent, call)
-                for sent, (extent, call) in zip(waiting, calls, strict=True)
+                self._receive(extent, call, stream)
+                for stream, (extent, call) in zip(waiting, calls, strict=True)
             ]
         except BaseException:
             for extent, _ in calls:
@@ -386,7 +386,22 @@ class Links:
         extent.close_stream()
         extent.worker_id, extent.address = told.worker_id, told.address
         extent.incarnation, extent.capability = told.incarnation, told.capability
+        for other in self._mirror.everywhere:
+            if other is not extent and other.incarnation == told.incarnation:
+                self._make_way(other)
         self.follow_extents()
+
+    def _make_way(self, extent: Extent) -> None:
+        """Find a part of the session that was on a worker where another part is now: a worker has
+        one at most, so it has gone further, or with a worker that has died."""
+        successor = self._find_successor(extent)
+        if successor is not None:
+            self._go_to(extent, successor)
+            return
+        extent.lost, extent.replaced = True, True
+        extent.close_stream()
+        if self._mirror.give_up(extent):
+            raise CopiesChanged(f"the copy at {extent.address} is gone")
 
     def _judge(self, extent: Extent, is_over: bool) -> Verdict:
         """Say whether a silent worker lives: by the manager's word, or at last by its own."""
@@ -479,17 +494,22 @@ class Links:
         except FAILED as error:
             return error
 
-    def _send(self, extent: Extent, call: AnyCall) -> bool:
+    def _send(self, extent: Extent, call: AnyCall) -> AttendStream | None:
+        """Return the stream that will bring the answer; None: none will."""
+        stream = self._stream(extent)
         try:
-            self._stream(extent).send(call, timeout_s=self.connections.config.timeout_s)
+            stream.send(call, timeout_s=self.connections.config.timeout_s)
         except Unavailable:
             extent.close_stream()
-            return False
-        return True
+            return None
+        return stream
 
-    def _receive(self, extent: Extent, call: AnyCall) -> AnyOutcome:
+    def _receive(self, extent: Extent, call: AnyCall, stream: AttendStream | None) -> AnyOutcome:
+        """Return what a call that was sent is answered, or that of the same call again."""
+        if stream is None or stream is not extent.stream:  # it may have moved meanwhile
+            return self._attend_again(extent, call)
         try:
-            result = self._stream(extent).receive()
+            result = stream.receive()
         except (
             Unavailable,
             Overloaded,

@@ -1,4 +1,4 @@
-"""`kvservice drain`: let a worker end what it has, and leave."""
+"""`kvservice drain` lets a worker give away its sessions, and leave; `kvservice move` moves one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvservice.cli.exits import OK
 from kvservice.cli.showing import connect_to
 from kvservice.clock import Clock, SystemClock
 from kvservice.core.errors import DeadlineExceeded, InvalidRequest, KVServiceError, WorkerNotFound
+from kvservice.wire import convert
+from kvservice.wire.json_form import json_form
 from kvservice_client import Client
 
 _POLL_S: Final = 0.5
@@ -29,7 +31,7 @@ def drain(arguments: argparse.Namespace) -> int:
         client.drain_worker(worker.worker_id, timeout_s=arguments.timeout)
         left = worker.session_count
         if not arguments.no_wait:
-            _say(arguments, f"{worker.worker_id} drains; {left} sessions go on meanwhile")
+            _say(arguments, f"{worker.worker_id} drains; {left} sessions are to move, or end")
             left = _wait(client, worker, arguments, clock)
     found = {
         "workerId": worker.worker_id,
@@ -43,6 +45,26 @@ def drain(arguments: argparse.Namespace) -> int:
     else:
         lost = f"; {left} sessions were lost with it" if left else ""
         print(f"{worker.worker_id} has left{lost}")
+    return OK
+
+
+def move(arguments: argparse.Namespace) -> int:
+    """Move a session to another worker, and wait until it is there."""
+    if not arguments.timeout > 0:
+        raise InvalidRequest("--timeout must be above 0")
+    with connect_to(arguments) as client:
+        worker = _find(client, arguments.worker)
+        session = client.move_session(
+            arguments.session,
+            worker.worker_id,
+            from_worker_id=arguments.source,
+            timeout_s=arguments.timeout,
+        )
+    if arguments.json:
+        print(json.dumps(json_form(convert.session_to_pb(session))))
+    else:
+        holders = ", ".join(extent.worker_id for extent in session.extents)
+        print(f"{session.session_id} is on {holders}")
     return OK
 
 

@@ -54,9 +54,10 @@ def add_drain(parser: argparse.ArgumentParser) -> None:
     """Of `drain`."""
     add_query(parser)
     parser.description = textwrap.fill(
-        "take a worker out of service: it opens no more sessions, goes on with those it has until "
-        "they end, and then leaves for good. What is left when the time is over is lost to its "
-        "decoders, which compute it again."
+        "take a worker out of service: it opens no more sessions, those it has move to other "
+        "workers while they are used, or go on where nobody has room for them until they end, and "
+        "then it leaves for good. What is left when the time is over is lost to its decoders, "
+        "which compute it again."
     )
     parser.add_argument(
         "worker", metavar="WORKER", help="its id, its address, or the host in its address"
@@ -70,6 +71,33 @@ def add_drain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--no-wait", action="store_true", help="return as soon as it drains, not when it has left"
+    )
+
+
+def add_move(parser: argparse.ArgumentParser) -> None:
+    """Of `move`."""
+    add_query(parser)
+    parser.description = textwrap.fill(
+        "move a session to another worker, page by page, while it is used; whoever uses it does "
+        "not notice. Ends when the session is there."
+    )
+    parser.add_argument("session", metavar="SESSION", help="its id")
+    parser.add_argument(
+        "worker", metavar="WORKER", help="where to: its id, its address, or the host in its address"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        default="",
+        metavar="WORKER",
+        help="the id of the worker whose part of it is to move, where several have one",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for it (default: 600)",
     )
 
 

@@ -162,6 +162,14 @@ def add_worker(parser: argparse.ArgumentParser) -> None:
         "--manager", type=address, metavar="HOST:PORT", help="where to register (default: nowhere)"
     )
     parser.add_argument("--id", metavar="NAME", help="of the worker (default: a random one)")
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="at SIGTERM: how long its sessions may take to move or to end (default: 30); a second "
+        "signal ends it at once",
+    )
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import threading
 import uuid
@@ -12,6 +13,7 @@ from typing import Any, Final, Protocol, Self
 
 from kvservice import config
 from kvservice.cli.exits import OK, Interrupted
+from kvservice.cli.signals import signals_interrupt_again
 from kvservice.clock import Clock, SystemClock
 from kvservice.cluster.launch import Down, Launcher
 from kvservice.cluster.ports import check_port_free
@@ -27,6 +29,8 @@ class _Process(Protocol):
     health_address: str | None
 
     def wait(self) -> None: ...
+
+    def leave(self) -> bool: ...
 
     def __enter__(self) -> Self: ...
 
@@ -205,6 +209,7 @@ def worker(arguments: argparse.Namespace) -> int:
         manager_address=arguments.manager,
         security=_security(arguments),
         zero_freed_pages=arguments.zero_freed_pages,
+        drain_s=arguments.drain_timeout,
     )
     name = settings.worker_id
     return _run(WorkerServer(settings), {"workerId": name}, name, arguments)
@@ -219,19 +224,30 @@ def _run(process: _Process, said: dict[str, str], name: str, arguments: argparse
         log_level=arguments.log_level,
         log_format=arguments.log_format,
     )
-    # Whoever has read what it says may end it at once.
-    with process, contextlib.suppress(Interrupted):
-        if arguments.json:
-            addresses = {
-                "address": process.address,
-                "metricsAddress": process.metrics_address,
-                "healthAddress": process.health_address,
-            }
-            print(json.dumps(said | addresses), flush=True)
-        else:
-            print(f"{name} serves at {process.address}", flush=True)
-        process.wait()  # until it has been drained, if it is a worker
+    with process:
+        try:
+            _serve(process, said, name, arguments)
+        except Interrupted as interruption:
+            if interruption.number == signal.SIGTERM and process.leave():
+                with contextlib.suppress(Interrupted), signals_interrupt_again():
+                    process.wait()
     return OK
+
+
+def _serve(
+    process: _Process, said: dict[str, str], name: str, arguments: argparse.Namespace
+) -> None:
+    # Whoever has read what it says may end it at once.
+    if arguments.json:
+        addresses = {
+            "address": process.address,
+            "metricsAddress": process.metrics_address,
+            "healthAddress": process.health_address,
+        }
+        print(json.dumps(said | addresses), flush=True)
+    else:
+        print(f"{name} serves at {process.address}", flush=True)
+    process.wait()  # until it has been drained, if it is a worker
 
 
 def _check_ports(arguments: argparse.Namespace, *names: str) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvservice.cli.exits import Interrupted
 
@@ -20,6 +20,26 @@ def signals_interrupt() -> Iterator[None]:
 
     Signals that are ignored, as by `nohup`, stay so. Without effect outside the main thread.
     """
+    before = {
+        number: handler
+        for number in _NUMBERS
+        if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+    }
+    with _interrupting(before):
+        yield
+
+
+@contextmanager
+def signals_interrupt_again() -> Iterator[None]:
+    """Raise Interrupted once more, after a first signal has: for an end that takes its time."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    with _interrupting({number: signal.getsignal(number) for number in numbers}):
+        yield
+
+
+@contextmanager
+def _interrupting(before: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Raise Interrupted at the first of some signals, of which this is what they did before."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         del frame
@@ -27,11 +47,6 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {
-        number: handler
-        for number in _NUMBERS
-        if (handler := signal.getsignal(number)) is not signal.SIG_IGN
-    }
     if threading.current_thread() is not threading.main_thread():
         before.clear()
     for number in before:

@@ -136,7 +136,8 @@ class Moves:
     def _source_of(self, key: SessionKey, target: str, source: str) -> str:
         """Return from which worker a session is to go, if it can go to the target."""
         self._routes.check_takes_sessions(target)
-        parts = [part.worker_id for part in self._routes.parts(key, Caller(key[0], Role.TENANT))]
+        caller = Caller(key[0], Role.TENANT)
+        parts = [part.worker_id for part in self._routes.parts(key, caller, look_only=True)]
         if target in parts:
             raise AlreadyExists(f"worker {target} holds the session, or a part of it")
         if source and source not in parts:
@@ -307,7 +308,7 @@ class Moves:
         """Tell a worker of the session whose tokens go on where it has moved. Whoever is not told
         knows with the next step; and whoever asks finds out by what the extent replaces."""
         caller = Caller(move.key[0], Role.TENANT)
-        ask = types_pb2.GetSessionRequest(session_id=move.key[1])
+        ask = types_pb2.GetSessionRequest(session_id=move.key[1], look_only=True)
         with suppress(KVServiceError):
             extents: Sequence[types_pb2.Extent] = self._routes.ask(
                 worker_id, "GetSession", ask, caller

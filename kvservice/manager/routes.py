@@ -560,7 +560,7 @@ class Routes:
             elif not self.is_dead(worker_id):
                 failures.append(answer)
         for worker_id in moved:
-            self._follow(key, worker_id, caller, asked)
+            self._follow(key, worker_id, caller, asked, look_only=look_only)
         for worker_id, error in unsure.items():
             if asked.get(worker_id) is None:
                 self._give_up_waiting(key, worker_id, error)
@@ -574,6 +574,8 @@ class Routes:
         worker_id: str,
         caller: Caller,
         asked: dict[str, SessionInfo | None],
+        *,
+        look_only: bool,
     ) -> None:
         """Find a session that was moved from a worker, and let the one where it is believe it.
 
@@ -593,7 +595,9 @@ class Routes:
             if self.state_of_life(to.incarnation) is WorkerState.DEAD and not any(asked.values()):
                 raise pages_lost(0)
             return
-        there = types_pb2.GetSessionRequest(session_id=key[1], ticket=to.ticket)
+        there = types_pb2.GetSessionRequest(
+            session_id=key[1], ticket=to.ticket, look_only=look_only
+        )
         with suppress(SessionNotFound, SessionMoved):  # it has ended, or gone further
             answer = self.ask(to.worker_id, "GetSession", there, caller)
             asked[to.worker_id] = session_from_pb(answer.session)

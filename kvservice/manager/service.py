@@ -465,7 +465,8 @@ class PageManager:
         key = self._key_of(session_id, request.tenant)
         info = self._moves.move(key, request.worker_id, request.from_worker_id)
         try:
-            session = merged(self._routes.parts(key, Caller(key[0], Role.TENANT)))
+            owner = Caller(key[0], Role.TENANT)
+            session = merged(self._routes.parts(key, owner, look_only=True))
         except KVServiceError:  # it goes on, and has changed since
             session = session_to_pb(info)
         return manager_pb2.MoveSessionResponse(session=session)

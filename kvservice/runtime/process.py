@@ -71,6 +71,10 @@ class ProcessServer:
         """Wait until there is nothing more to do for it: for ever, unless it is told to leave."""
         threading.Event().wait()
 
+    def leave(self) -> bool:
+        """Begin to end, so that `wait` returns when it may. Return whether that is of use."""
+        return False
+
     def __enter__(self) -> Self:
         self.start()
         return self

@@ -139,6 +139,15 @@ class WorkerServer(ProcessServer):
         or the time for that is over. The caller then stops it, and the manager is told."""
         self._drain.done.wait()
 
+    def leave(self) -> bool:
+        """Give its sessions away: the manager, if there is one, is told with the next heartbeat,
+        and moves them. Those that stay are waited for, for `drain_s` seconds at most."""
+        if self.settings.drain_s <= 0:
+            return False
+        self._drain.within(self.settings.drain_s)
+        self._drain.look()
+        return True
+
     def _open_lane(
         self, running: ExitStack, metrics: WorkerMetrics, guard: Guard
     ) -> LaneServer | None:

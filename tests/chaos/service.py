@@ -95,6 +95,13 @@ class Process:
         until(lambda: popen.poll() is not None, START_S)
         self._reap()
 
+    def begin_again(self, failpoints: str = "") -> None:
+        """Kill it, and start it with these failpoints."""
+        self.kill()
+        self.failpoints = failpoints
+        self.start()
+        self.failpoints = ""
+
     def freeze(self) -> None:
         self.signal(signal.SIGSTOP)
         assert self._popen is not None

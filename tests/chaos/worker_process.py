@@ -10,11 +10,22 @@ invariant that does not hold; the end of stdin ends the process.
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from types import FrameType
 from typing import Any
 
 from kvservice.config import WorkerSettings
 from kvservice.runtime.worker import WorkerServer
+
+
+class Leave(BaseException):
+    """SIGTERM, which lets it give its sessions away first."""
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise Leave
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -26,9 +37,14 @@ def main(settings: dict[str, Any]) -> None:
             lane.addresses = worker.lane_addresses = lane.addresses[1:]
         said = {"address": worker.address, "lanes": worker.lane_addresses}
         print(json.dumps(said), flush=True)
-        for line in sys.stdin:
-            assert line == "check\n", line
-            print(_check(worker), flush=True)
+        signal.signal(signal.SIGTERM, leave)
+        try:
+            for line in sys.stdin:
+                assert line == "check\n", line
+                print(_check(worker), flush=True)
+        except Leave:
+            worker.leave()
+            worker.wait()
 
 
 def _check(worker: WorkerServer) -> str:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -116,13 +116,12 @@ def test_doctor_finds_nothing_wrong(service: Service, capsys: pytest.CaptureFixt
     assert all(finding["outcome"] != "wrong" for finding in findings)
 
 
-def test_drained_worker_takes_nothing_new_and_leaves_with_its_last_session(
-    service: Service,
-) -> None:
-    """Its sessions go on meanwhile; it is listed until it has left, and missed by nobody."""
+def test_drained_worker_gives_its_sessions_away_and_leaves(service: Service) -> None:
+    """It opens none; those it has go to the other one while they are used; then it is gone."""
     client, workers = service.client, service.workers
-    session = client.open(num_rows=1)
-    attend(session)
+    sessions = [client.open(num_rows=1) for _ in range(6)]
+    for session in sessions:
+        attend(session)
     name = next(w for w in workers if workers[w].worker.num_sessions)
     other = "w1" if name == "w0" else "w0"
     answer = client.drain_worker(name, timeout_s=60)
@@ -130,7 +129,29 @@ def test_drained_worker_takes_nothing_new_and_leaves_with_its_last_session(
     until(lambda: workers[name].worker.stats().draining)
     with client.open(num_rows=1) as elsewhere:
         attend(elsewhere)
-        assert workers[other].worker.num_sessions == 1
+        assert elsewhere.page_stats()[0].worker_id == other
+    until(lambda: workers[other].worker.num_sessions == 6)
+    for session in sessions:
+        attend(session)
+        assert session.page_stats()[0].worker_id == other
+        session.release()
+    workers[name].wait()
+    workers[name].stop(0.1)
+    assert list(service.states()) == [other]
+
+
+def test_drained_worker_leaves_with_its_last_session(service: Service) -> None:
+    """Where nobody else takes them its sessions go on; it is listed until it has left, and missed
+    by nobody."""
+    client, workers = service.client, service.workers
+    session = client.open(num_rows=1)
+    attend(session)
+    name = next(w for w in workers if workers[w].worker.num_sessions)
+    other = "w1" if name == "w0" else "w0"
+    workers[other].worker.config = replace(workers[other].worker.config, max_sessions=0)
+    client.drain_worker(name, timeout_s=60)
+    until(lambda: workers[name].worker.stats().draining)
+    until(lambda: workers[other].worker.stats().moves["refused"])
     attend(session)
     assert service.states()[name] == manager_pb2.WORKER_STATE_DRAINING
     session.release()
@@ -151,6 +172,8 @@ def test_drained_worker_leaves_when_its_time_is_over(service: Service) -> None:
     session = client.open(num_rows=1)
     attend(session)
     name = next(w for w in workers if workers[w].worker.num_sessions)
+    other = "w1" if name == "w0" else "w0"
+    workers[other].worker.config = replace(workers[other].worker.config, max_sessions=0)
     client.drain_worker(name, timeout_s=0)
     workers[name].wait()
     workers[name].stop(0.1)
@@ -190,6 +213,35 @@ def test_drain_command_waits_for_the_process_to_go(capsys: pytest.CaptureFixture
         attend(session)
         session.release()
         until(lambda: not client.list_workers(), 30.0)
+
+
+def test_move_command(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line, and back; who asks for nonsense is told so in one line."""
+    session = service.client.open(num_rows=1)
+    attend(session)
+    held = session.page_stats()[0].worker_id
+    other = "w1" if held == "w0" else "w0"
+    address = ["--address", service.manager.address]
+    assert main(["move", session.id, other, *address]) == 0
+    assert capsys.readouterr().out == f"{session.id} is on {other}\n"
+    attend(session)
+    command = ["move", session.id, service.workers[held].address, "--from", other, "--json"]
+    assert main([*command, *address]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [extent["workerId"] for extent in told["extents"]] == [held]
+    for arguments, text in (
+        ([session.id, held], "holds the session"),
+        ([session.id, "nobody"], "no worker is called"),
+        ([session.id, other, "--from", other], "holds nothing of the session"),
+        (["123e4567-e89b-42d3-a456-426614174000", other], "no such session"),
+        (["nonsense", other], "UUID4"),
+    ):
+        assert main(["move", *arguments, *address]) != 0
+        told_so = capsys.readouterr().err
+        assert text in told_so
+        assert told_so.count("\n") == 1
+    attend(session)
+    assert session.page_stats()[0].worker_id == held
 
 
 def held(client: Client) -> list[str]:

@@ -199,6 +199,8 @@ class Scenario:
 
     def _at_point(self, process: Process, name: str) -> None:
         """Let something happen just when a session is on its way."""
+        if name == "move.complete" and self.moving and self.rng.random() < 0.5:
+            self.loop.sleep(process, self.rng.uniform(0.05, 0.6))  # others meet a frozen session
         if "move" not in name or self.healing or self.rng.random() >= self.hazard:
             return
         self._note(f"at {name} of {process.name}")

@@ -19,7 +19,7 @@ from kvservice.core.directory import Directory
 from kvservice_client._mirror import Mirror
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.page_table import PageTable
-from kvservice_workers.session_state import WorkerSession
+from kvservice_workers.session_state import LayerGroup, WorkerSession
 from kvservice_workers.worker import PageWorker
 from tests.simulation.scenario import run_seed
 
@@ -120,8 +120,19 @@ def any_release_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageWorker, "release", release)
 
 
+def what_is_written_meanwhile_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LayerGroup, "wrote", lambda self, pages: None)
+    patch.setattr(LayerGroup, "wrote_slots", lambda self, pages: None)
+
+
+def frozen_sessions_change(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerSession, "check_thawed", lambda self, now: None)
+
+
 # With a seed that has found it: where to begin, so that little is spent on those that do not.
 MUTANTS: Final = {
+    what_is_written_meanwhile_is_forgotten: 75,
+    frozen_sessions_change: 75,
     no_epoch_check: 0,
     no_copy_on_write: 0,
     no_repeats: 78,

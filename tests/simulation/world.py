@@ -211,6 +211,7 @@ class SimWorker(Process):
             spawn=lambda run: world.loop.spawn(self, run),
             batch_bytes=FEW_BYTES,
             few_bytes=FEW_BYTES,
+            soon_s=0.0,
             failpoints=points,
         )
         self._service = WorkerService(self.worker, puller=puller)

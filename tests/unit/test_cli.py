@@ -31,6 +31,7 @@ COMMANDS = (
     "demo",
     "top",
     "drain",
+    "move",
     "doctor",
 )
 
@@ -117,6 +118,9 @@ class TestUsage:
             (["demo", "--kill-worker", "--workers", "1"], "2 workers"),
             (["worker", "--memory", "10"], "64KiB"),
             (["drain"], "WORKER"),
+            (["move"], "SESSION"),
+            (["move", "s"], "WORKER"),
+            (["move", "s", "w", "--timeout", "0", "--address", "127.0.0.1:1"], "above 0"),
             (["drain", "w0", "--timeout", "-1", "--address", "127.0.0.1:1"], "negative"),
             (["top", "--interval", "0", "--address", "127.0.0.1:1"], "at least 0.1"),
             (["worker", "--manager", "nowhere"], "HOST:PORT"),

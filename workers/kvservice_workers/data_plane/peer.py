@@ -37,7 +37,8 @@ LOG = logging.getLogger(__name__)
 SERVICE: Final = Caller("kvservice", Role.SERVICE)
 
 BATCH_BYTES: Final = 1 << 20
-FEW_BYTES: Final = 1 << 20
+FEW_BYTES: Final = 1 << 18
+SOON_S: Final = 0.15
 
 MAX_ROUNDS: Final = 32
 MAX_FREEZES: Final = 8
@@ -73,6 +74,7 @@ class Pull:
     request: worker_pb2.PullSessionRequest
     source_is_dead: bool = False
     copied_bytes: int = 0
+    copying_s: float = 0.0
     info: SessionInfo | None = None
     error: KVServiceError | None = None
 
@@ -102,6 +104,7 @@ class Puller:
         spawn: Spawn | None = None,
         batch_bytes: int = BATCH_BYTES,
         few_bytes: int = FEW_BYTES,
+        soon_s: float = SOON_S,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
         """
@@ -109,8 +112,11 @@ class Puller:
             connect: Makes the way to the worker at an address. Must not block.
             spawn: None: in a thread.
             batch_bytes: What is fetched at once: while it is read, the session waits.
-            few_bytes: If no more is missing, the session may be frozen for it.
+            few_bytes, soon_s: If no more is missing, or it will not take longer to fetch as far as
+                can be told, the session may be frozen for it. At least the last page of each row
+                is missing while somebody decodes, and pages may be large.
         """
+        self._soon_s = soon_s
         self._batch_bytes = batch_bytes
         self._few_bytes = few_bytes
         self._worker = worker
@@ -153,7 +159,11 @@ class Puller:
                 return pull
             if pull is not None and not pull.ended:
                 raise Conflict("another move of this session is under way", retry_delay_s=1.0)
-            self._worker.arrivals.check_admitted(*key)
+            try:
+                self._worker.arrivals.check_admitted(*key)
+            except KVServiceError as error:
+                self._worker.count_move(_outcome(error))
+                raise
             if sum(not one.ended for one in self._pulls.values()) >= MAX_PULLS:
                 raise Overloaded(f"{MAX_PULLS} sessions are on their way here", retry_delay_s=1.0)
             self._pulls.pop(key, None)
@@ -228,7 +238,7 @@ class Puller:
                 frozen_at = self._clock.monotonic()
                 state = source.state(freeze=True)
                 missing = arrivals.sync(arrival, state)
-                if sum(one.num_bytes for one in missing) > 4 * self._few_bytes:
+                if not self._are_few(pull, missing):
                     self._copy(pull, source, arrival, source.state())
                     continue
                 self._fetch(pull, source, arrival, missing)
@@ -262,12 +272,18 @@ class Puller:
         """
         for _ in range(MAX_ROUNDS):
             missing = self._worker.arrivals.sync(arrival, state)
-            if sum(one.num_bytes for one in missing) <= self._few_bytes:
+            if self._are_few(pull, missing):
                 return
             self._fetch(pull, source, arrival, missing)
             self._passed("move.copied")
             state = source.state()
         raise Conflict("the session changes faster than it can be copied", retry_delay_s=5.0)
+
+    def _are_few(self, pull: Pull, missing: Sequence[Missing]) -> bool:
+        """Whether what is missing can be fetched while the session waits."""
+        num_bytes = sum(one.num_bytes for one in missing)
+        takes_s = num_bytes * pull.copying_s / max(1, pull.copied_bytes)
+        return num_bytes <= self._few_bytes or (0 < takes_s <= self._soon_s)
 
     def _fetch(
         self, pull: Pull, source: Source, arrival: Arrival, missing: Sequence[Missing]
@@ -275,6 +291,7 @@ class Puller:
         for one in missing:
             for pages in _batches(one, self._batch_bytes):
                 oldest = [-1] * len(pages)
+                began = self._clock.monotonic()
                 for layers in _layers_at_once(one, len(pages), self._batch_bytes):
                     copied = source.pages(one.window, layers, pages)
                     self._worker.arrivals.store(arrival, one, pages, copied)
@@ -285,6 +302,7 @@ class Puller:
                         at if before < 0 else min(at, before)
                         for at, before in zip(copied.written, oldest, strict=True)
                     ]
+                pull.copying_s += self._clock.monotonic() - began
                 self._worker.arrivals.stored(arrival, one, pages, [max(0, at) for at in oldest])
 
     def _is_ours(self, pull: Pull, source: Source, arrival: Arrival) -> bool:

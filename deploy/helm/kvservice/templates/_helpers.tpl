@@ -334,7 +334,7 @@ readinessProbe:
 {{- end }}
 {{- end }}
 
-{{/* Takes no new session, waits for those there are, and then lets the pod go. */}}
+{{/* Takes no new session, waits until those there are have moved or ended, and lets the pod go. */}}
 {{- define "kvservice.drain" -}}
 - /bin/sh
 - -c
