@@ -111,6 +111,34 @@ def test_stream_answers_in_order_and_survives_errors(peer: Peer) -> None:
     assert not any(results[index].HasField("out") for index in (1, 2, 3))
 
 
+def test_two_tenants_decode_under_one_session_id(server: WorkerServer) -> None:
+    """In turns, layer by layer, the short way through a step included: each has its own."""
+    session_id = new_id()
+    with worker_peer(server.address, "alice") as alice, worker_peer(server.address, "bob") as bob:
+        streams = []
+        for peer in (alice, bob):
+            peer.call("Allocate", allocate_request(session_id, spec(num_layers=3)))
+            queue: SimpleQueue = SimpleQueue()
+            streams.append((queue, peer.attend(iter(queue.get, None))))
+        before = server.worker.stats().appended_tokens
+        for layer in range(3):
+            for seed, (queue, answers) in enumerate(streams):
+                call = attend_call(session_id, 0, 8, step=1, layer=layer, seed=seed)
+                made = attend_call(session_id, 0, 8, step=1, seed=seed)
+                call.q.data, call.k.data, call.v.data = made.q.data, made.k.data, made.v.data
+                if layer:
+                    call.ClearField("header")
+                queue.put(worker_pb2.AttendRequest(call=call).SerializeToString())
+                result = next(answers).result
+                assert not result.HasField("error"), result.error
+                out = to_numpy(calls.attend_result_from_pb(result).out)
+                np.testing.assert_allclose(out, attention(8, seed=seed), atol=1e-5)
+        assert server.worker.stats().appended_tokens == before + 16
+        for queue, answers in streams:
+            queue.put(None)
+            assert list(answers) == []
+
+
 def test_large_messages_travel_in_fragments_both_ways(peer: Peer) -> None:
     """A prompt beyond any frame is cut by the sender, joined, and so is its answer."""
     session_id = opened(peer)
