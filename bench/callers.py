@@ -34,6 +34,7 @@ EMPTY: Final = "/grpc.health.v1.Health/Check"
 ENDED_MEANWHILE: Final = "Internal error from Core"
 BACKOFF_S: Final = 1.0  # what a refusal says in its RetryInfo; waited for half to one and a half
 KNOCK_PAUSE_S: Final = 0.02
+SETTLE_S: Final = 1.0
 RESET_BATCH: Final = 100  # of stream ids, which are odd
 START_S: Final = 60.0
 
@@ -44,6 +45,7 @@ class Noted:
     def __init__(self) -> None:
         self.good: list[float] = []
         self.refused: list[float] = []
+        self.first: list[float] = []  # refusals of the first second, when all others come too
         self.empty: list[float] = []
         self.others: dict[str, int] = {}
 
@@ -98,6 +100,7 @@ async def _knock(channel: Any, request: bytes, until: int, noted: Noted) -> None
     async def requests() -> AsyncIterator[bytes]:
         yield request
 
+    settled = now_ns() + int(SETTLE_S * 1e9)
     while now_ns() < until:
         began = now_ns()
         stream = attend(requests(), timeout=30)
@@ -107,6 +110,8 @@ async def _knock(channel: Any, request: bytes, until: int, noted: Noted) -> None
             stream.cancel()
         except grpc.aio.AioRpcError as error:
             noted.failed(error.code(), began, error.details())
+        if began < settled:
+            noted.first, noted.refused = noted.first + noted.refused, []
         began = now_ns()
         await empty(b"", timeout=30)
         noted.empty.append(_ms_since(began))

@@ -89,6 +89,7 @@ def overload(report: Report, address: str, requests: list[bytes], seconds: float
     before = median(call("attend", address, requests[:1], seconds=SLICE_S).good)
     held, rates, waits = [], [], []
     refused: list[float] = []
+    first: list[float] = []
     empty: list[float] = []
     others: dict[str, int] = {}
     for _ in range(PAIRS):
@@ -98,6 +99,7 @@ def overload(report: Report, address: str, requests: list[bytes], seconds: float
         rates.append(len(good) / (seconds / 5))
         waits.append(_recovered(address, requests[0], before))
         refused += knocked.refused
+        first += knocked.first
         empty += knocked.empty
         for name, count in codes.items():
             others[name] = others.get(name, 0) + count
@@ -111,6 +113,8 @@ def overload(report: Report, address: str, requests: list[bytes], seconds: float
     report.figure("empty_idle_ms", by, "an empty RPC without load, p50")
     report.figure("reject_p50_ms", median(refused), f"a refusal, p50 of {len(refused)}", refused)
     report.figure("reject_p99_ms", p99(refused), "the same, p99")
+    note = f"the longest of {len(first)} of the first second, in which all come at once"
+    report.figure("reject_first_ms", max(first, default=0.0), note)
     report.figure("reject_p50_vs_empty", median(refused) / by, "p50 / an empty RPC without load")
     report.figure("reject_p99_vs_empty", p99(refused) / by, "p99 / an empty RPC without load")
     report.figure(
