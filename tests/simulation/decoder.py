@@ -249,9 +249,9 @@ class Decoder:
         self.kept.append(child)
         forked = self.state.cut(keep)
         if self.rng.random() < 0.5:
-            self._try(session.release, session)
             self.session, self.state = child, forked
             self.story.session_id, self.story.candidates = child.id, [forked]
+            self._try(session.release, session)
         else:
             stored = self._try(lambda: self._stored(child), child)
             if stored is not None and not _same(stored, forked):

@@ -316,6 +316,12 @@ class Arrivals:
         if arrival is not None and arrival.complete:
             raise moving(arrival.source)
 
+    def check_id_is_free(self, key: SessionKey) -> None:
+        """Raise Moving if a session by this id is on its way here. The worker's lock is held."""
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            raise moving(arrival.source)
+
     def drop(self, arrival: Arrival) -> None:
         """Give up what is on its way, and its pages."""
         with self._lock:

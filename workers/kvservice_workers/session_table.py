@@ -34,6 +34,7 @@ class Moved:
     Fields:
         origin: The request that opened it.
         at: When it went, in the clock's monotonic seconds.
+        known_until: So long it is told where to.
         confirmed: The other worker has said that it serves it.
         released: Its holder wants it no more: its id may be used again.
     """
@@ -42,6 +43,7 @@ class Moved:
     origin: Hashable
     ttl_s: float
     at: float
+    known_until: float
     confirmed: bool = False
     released: bool = False
 
@@ -153,7 +155,8 @@ class SessionTable:
             if len(self._moved) < MAX_MOVED and self._moved[oldest].at > now - MOVED_FOR_S:
                 break
             del self._moved[oldest]
-        self._moved[session.key] = Moved(to, session.origin, session.ttl_s, now)
+        known_until = now + max(session.ttl_s, LATE_S)
+        self._moved[session.key] = Moved(to, session.origin, session.ttl_s, now, known_until)
         session.moved_to = to
         self.remove(session, expired=False)
 
@@ -163,8 +166,13 @@ class SessionTable:
         moved = self._moved.get(key)
         if moved is None:
             return None
-        known_for_s = max(moved.ttl_s, LATE_S)
-        return moved if self._clock.monotonic() < moved.at + known_for_s else None
+        return moved if self._clock.monotonic() < moved.known_until else None
+
+    def renew_moved(self, key: SessionKey) -> None:
+        """Remember for another ttl where a session went: who renews it here has not followed."""
+        moved = self.find_moved(key)
+        if moved is not None:
+            moved.known_until = max(moved.known_until, self._clock.monotonic() + moved.ttl_s)
 
     def num_unconfirmed(self) -> int:
         """Return how many of the sessions that went may not be served yet where they are."""

@@ -166,7 +166,7 @@ class PageWorker:
         key = (tenant, session_id)
         origin = ("allocate", spec, tuple(extent_starts), epoch)
         with self._lock:
-            self.arrivals.check_not_arriving(key)
+            self.arrivals.check_id_is_free(key)
             if (existing := self._sessions.find_repeat(key, origin)) is not None:
                 self._counters.replays["Allocate"] += 1
                 return self._info(existing)
@@ -218,7 +218,7 @@ class PageWorker:
         key = (tenant, new_session_id)
         origin = ("fork", session_id, epoch, token_count, ttl_s)
         with self._changing(tenant, session_id) as parent:
-            self.arrivals.check_not_arriving(key)
+            self.arrivals.check_id_is_free(key)
             if (existing := self._find_fork(key, origin)) is not None:
                 self._counters.replays["Fork"] += 1
                 return self._info(existing, with_padding=True)
@@ -311,6 +311,7 @@ class PageWorker:
                 session = self._sessions.find(tenant, session_id)
                 if session is None:
                     missing.append(session_id)
+                    self._sessions.renew_moved((tenant, session_id))
                 else:
                     self._sessions.renew(session)
         return missing
