@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 import numpy as np
@@ -484,9 +485,9 @@ def test_deadline_is_kept_while_the_work_goes_on(server: WorkerServer, peer: Pee
     session_id = opened(peer)
     get = server.worker.get
 
-    def slow(tenant: str, session: str) -> object:
+    def slow(*args: Any, **kwargs: Any) -> object:
         going_on.wait(10)
-        return get(tenant, session)
+        return get(*args, **kwargs)
 
     server.worker.get = slow  # type: ignore[method-assign,assignment]
     with pytest.raises(errors.DeadlineExceeded):
