@@ -132,3 +132,35 @@ def test_a_killed_copy_and_the_manager(service: Service, report: Report) -> None
         "P4", "manager and one of two copies SIGKILL: decoding goes on",
         recovery_s=took, bound_s=2.0, num_checked=decoder.num_checked + heir.num_checked,
     )  # fmt: skip
+
+
+def test_copies_killed_one_after_the_other(service: Service, report: Report) -> None:
+    """With time to copy between: every worker has been killed in the end, and nobody was told."""
+    decoders = {seed: replicated(service, seed) for seed in range(3)}
+    slowest = restored_s = 0.0
+    with Load(decoders) as load:
+        for round_ in range(4):
+            load.all_advance()
+            victim = copies_of(decoders[0])[round_ % 2]
+            load.mark()
+            service.worker_named(victim).kill()
+            load.all_advance(10)
+            slowest = max(slowest, *load.slowest_s.values())
+            service.worker_named(victim).start()
+            began = CLOCK.monotonic()
+            load.run_for(
+                lambda: not any(one.session._mirror.misses_copies for one in decoders.values())
+            )
+            restored_s = max(restored_s, CLOCK.monotonic() - began)
+            load.all_advance(10)
+            assert not load.losses, "a session with two copies was told of a loss"
+    for decoder in decoders.values():
+        decoder.check_stored()
+    report(
+        "P3", "worker SIGKILL, 4 times, each copy in turn: steps go on",
+        recovery_s=slowest, bound_s=2.0, num_checked=load.num_checked,
+    )  # fmt: skip
+    report(
+        "P3", "worker SIGKILL, 4 times, each copy in turn: copied again (from its new start on)",
+        recovery_s=restored_s, bound_s=10.0, num_checked=load.num_checked,
+    )  # fmt: skip

@@ -208,8 +208,25 @@ class Decoder:
                 return False
             else:
                 self._compare(out, after, layer, tokens.shape[1])
+                self._check_copies()
                 return True
         raise AssertionError("a call fails for ever")
+
+    def _check_copies(self) -> None:
+        """What was acknowledged is on both copies, or the session knows that there is one."""
+        session = self._session()
+        for extent in session._mirror.extents:
+            held = []
+            for copy in extent.copies:
+                worker = self.process.world.workers[copy.worker_id].worker
+                if worker.config.incarnation == copy.incarnation:
+                    held += [
+                        (info.epoch, info.current_step, info.last_write, info.lengths)
+                        for _, info in worker.list_sessions(None)
+                        if info.session_id == session.id
+                    ]
+            if held.count(held[0] if held else None) < len(held):
+                raise WrongTokens(f"copies differ: {held}")
 
     def _query(self) -> None:
         """Attend without new tokens."""

@@ -324,6 +324,7 @@ class SimClient(Process):
 
     def __init__(self, world: World, name: str) -> None:
         super().__init__(world.loop, name)
+        self.world = world
         self._network = world.network
         connections = Connections(
             MANAGER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -210,7 +210,7 @@ def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader
             step=session.last_step,
         )
     if step is not None and call.step == step.number:
-        if call.header is not None and call.header != step.header:
+        if call.header is not None and not _says_the_same(call.header, step.header):
             raise Conflict(f"step {call.step} began with another header", step=step.number)
         return False, step.header
     header = call.header
@@ -223,6 +223,11 @@ def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader
     check_ranges(session, header.padding)
     check_evictions(session, header.evict_before)
     return True, header
+
+
+def _says_the_same(header: StepHeader, other: StepHeader) -> bool:
+    """Whether headers are of the same step. What follows may have moved, or lost a copy, since."""
+    return replace(header, followed_by=other.followed_by) == other
 
 
 def _check_not_refused(session: WorkerSession, number: int, header: StepHeader) -> None:
