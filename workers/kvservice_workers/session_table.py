@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from kvservice.clock import Clock
@@ -174,9 +175,10 @@ class SessionTable:
         if moved is not None:
             moved.known_until = max(moved.known_until, self._clock.monotonic() + moved.ttl_s)
 
-    def num_unconfirmed(self) -> int:
-        """Return how many of the sessions that went may not be served yet where they are."""
-        return sum(not moved.confirmed for moved in self._moved.values())
+    def is_unconfirmed(self, since: float) -> bool:
+        """Whether a session that went after this time may not be served yet where it is."""
+        recent = takewhile(lambda moved: moved.at > since, reversed(self._moved.values()))
+        return any(not moved.confirmed for moved in recent)
 
     def moved_last_at(self) -> float | None:
         """Return when a session went last, in the clock's monotonic seconds; None: none did."""

@@ -392,10 +392,8 @@ class PageWorker:
             last = self._sessions.moved_last_at()
             if last is None:
                 return False
-            since = self._clock.monotonic() - last
-            return since < linger_s or (
-                since < 10 * linger_s and self._sessions.num_unconfirmed() > 0
-            )
+            now = self._clock.monotonic()
+            return now - last < linger_s or self._sessions.is_unconfirmed(now - 10 * linger_s)
 
     def close(self) -> None:
         """Free everything."""
