@@ -356,6 +356,10 @@ class Changes:
         spec.row_count = mirror.num_rows
         request = types_pb2.AllocateRequest(session_id=mirror.id, spec=spec)
         session = links.ask_front("Allocate", request).session
+        if session.epoch == 1 and any(any(one.lengths) for one in session.layers):
+            # What was given up lives after all, where no release has reached it: leave it there.
+            mirror.id = request.session_id = links.connections.new_id()
+            session = links.ask_front("Allocate", request).session
         if session.epoch > 1:  # it has gone on elsewhere, and was not ours to release
             links.lease.taken = True
             raise StaleEpoch(
