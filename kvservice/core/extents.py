@@ -175,8 +175,12 @@ def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
     if not holding:
         return None if _may_be_all(newest) else Loss(0)
     followers = holding[-1].followers
-    held = [info.extents[0] for info in infos]
-    if not followers or any(one.stands_for(life) for one in held for life in followers):
+    # A part may have come here from where the session goes on now, and is not what is there.
+    others = [one for one in (info.extents[0] for info in infos) if one not in holding]
+    held = {one.incarnation for one in holding}
+    if not followers or any(
+        life in held or any(one.stands_for(life) for one in others) for life in followers
+    ):
         return None
     return Loss(min(holding[-1].stops), followers)
 

@@ -110,7 +110,8 @@ class Extent:
     there, with commas between; empty: it ends here. `capability` is what its worker has issued for
     it, if it wants one to be shown. Extents of one `group` are copies of each other; of group 0
     there are none. An extent without a worker, in the answer to Attach, is lost, and all that
-    follows its `starts`. `replaces` are lives of workers from which the extent was moved here.
+    follows its `starts`. `replaces` are lives of workers from which the extent was moved here, and
+    on which the session does not go on behind it: what one of these holds now is another extent.
     """
 
     worker_id: str

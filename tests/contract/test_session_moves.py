@@ -18,6 +18,7 @@ from kvservice.core.errors import (
     InvalidRequest,
     KVServiceError,
     OutOfPages,
+    PagesLost,
     SessionNotFound,
     WorkerNotFound,
 )
@@ -220,6 +221,30 @@ def test_a_part_of_a_session_moves(start: Start) -> None:
     step(2)
     attached = client.attach(spread.detach())
     np.testing.assert_array_equal(attached.read(1)[1], alone.read(1)[1])
+
+
+def test_what_grows_where_a_session_came_from_is_missed(start: Start) -> None:
+    """A session moves away, and its next tokens go to where it was: another part of it, which is
+    not taken for the one that has moved when that worker dies."""
+    geometry = LayerGeometry(2, 8, 8, DType.FLOAT32)
+    backend = start(num_workers=2, memory_bytes=8 * 4 * geometry.token_bytes)
+    client = backend.connect()
+    session = client.open(num_rows=1, layers=[geometry], page_size=4)
+    before = backend.index_of(session._mirror.tail.worker_id)
+    tokens = [np.ones((1, 2, 20, 8), np.float32)] * 3
+    session.attend(0, *tokens)
+    backend.move(session.id, 1 - before)
+    session.attend(0, *tokens)  # 12 fit there
+    assert len(session._mirror.extents) == 2
+    session_id = session.detach()
+    backend.kill(before)
+    backend.bury(before)
+    attached = backend.connect().attach(session_id)
+    with pytest.raises(PagesLost) as failure:
+        attached.attend(0, *tokens)
+    assert failure.value.metadata["from_position"] == "20"
+    assert attached.roll_back() == (20,)
+    backend.restart(before)
 
 
 def test_release_after_a_move(two: Backend) -> None:

@@ -39,6 +39,7 @@ def part(
     epoch: int = 1,
     reserve: int | None = None,
     followed_by: str = "",
+    replaces: tuple[str, ...] = (),
 ) -> SessionInfo:
     """Return what a worker says that holds `lengths[layer][row]`, from `starts[row]`.
 
@@ -51,7 +52,15 @@ def part(
         step=epoch,
         spec=SessionSpec(max(1, len(starts)), reserve_tokens=reserve),
         extents=(
-            Extent(worker_id, f"{worker_id}:1", worker_id.upper(), starts, stops, followed_by),
+            Extent(
+                worker_id,
+                f"{worker_id}:1",
+                worker_id.upper(),
+                starts,
+                stops,
+                followed_by,
+                replaces=replaces,
+            ),
         ),
         lengths=tuple(lengths),
     )
@@ -164,6 +173,17 @@ def test_a_follower_may_hold_nothing_yet() -> None:
     for starts in ((20,), ()):
         assert find_loss([part("b", starts, []), first]) is None
     assert find_loss([part("c", (), []), first]) == Loss(20, ("B",))
+
+
+def test_a_part_is_not_what_follows_it_though_it_was_once_there() -> None:
+    """A session moves from a worker, and grows there again: that part is another one, and its
+    tokens are missed. What has moved away from where it is expected to follow is still found."""
+    first = part("a", (0,), [(10,)], followed_by="C", replaces=("B",))
+    second = part("c", (10,), [(20,)], followed_by="B")
+    assert find_loss([first, second]) == Loss(20, ("B",))
+    assert find_loss([part("a", (0,), [(20,)], followed_by="B", replaces=("B",))]) is not None
+    moved = part("d", (20,), [], replaces=("B",))
+    assert find_loss([first, second, moved]) is None
 
 
 def test_what_the_session_has_left_behind() -> None:

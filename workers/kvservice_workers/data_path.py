@@ -169,7 +169,7 @@ class DataPath:
         group.in_use = True
         if plan.new_step:
             session.padding = padding
-            session.followed_by = plan.header.followed_by
+            session.go_on_at(plan.header.followed_by)
             session.last_step = call.step
             session.step = Step(call.step, plan.header, plan.positions)
         return arena

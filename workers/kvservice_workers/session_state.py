@@ -386,6 +386,16 @@ class WorkerSession:
         if self.step is not None:
             self.step.steady.clear()  # that is of the epoch before
 
+    def go_on_at(self, followed_by: str) -> None:
+        """Note on which incarnations the session goes on behind what is held here.
+
+        Had this part once come from one of them, then what is there now is another part.
+        """
+        self.followed_by = followed_by
+        if self.replaces:
+            followers = followed_by.split(",")
+            self.replaces = tuple(one for one in self.replaces if one not in followers)
+
     def check(self) -> None:
         starts = [self.start_of(row) for row in range(self.num_rows)]
         for lengths in self.lengths.values():

@@ -447,7 +447,7 @@ class PageWorker:
         """
         with self._changing(tenant, session_id) as session:
             session.check_epoch(epoch)
-            session.followed_by = followed_by
+            session.go_on_at(followed_by)
             self._promises.lapse(session)
             return self._info(session)
 
