@@ -535,7 +535,7 @@ class Decoder:
         assert self._may_fail(error), f"an error without a cause: {error.reason}: {error}"
         if isinstance(error, SessionNotFound) and held is not None:
             # What has gone with a worker is lost, and said to be: that is another error.
-            assert held.id in self.process.ended, "not found, and nobody has ended it"
+            assert self.process.world.has_ended(held.id), "not found, and nobody has ended it"
 
 
 def _same(stored: State, expected: State) -> bool:

@@ -14,7 +14,7 @@ from greenlet import getcurrent, greenlet
 
 
 class Crashed(BaseException):
-    """Ends a task of a process that has crashed. Nobody catches it."""
+    """Ends what a process does that has crashed, wherever that is. Nobody catches it."""
 
 
 class Process:
@@ -36,6 +36,7 @@ class Process:
         current = getcurrent()
         for task in tasks:
             if task is not current and not task.dead:
+                task.parent = current  # which goes on when this one has ended
                 with suppress(Crashed):  # of one that has not begun yet
                     task.throw(Crashed())
         if current in tasks:
@@ -144,7 +145,8 @@ class Loop:
                     process.stuck.append(event)
                     continue
             self.num_events += 1
-            event()
+            with suppress(Crashed):  # of a process that has crashed in the middle of it
+                event()
 
     def _push(self, at: float, process: Process | None, event: Callable[[], Any]) -> None:
         self._serial += 1

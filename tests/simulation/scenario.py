@@ -12,11 +12,11 @@ import torch
 
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.directory import DEAD_AFTER_S
-from kvservice.core.errors import KVServiceError, SessionNotFound, Unavailable
+from kvservice.core.errors import KVServiceError, SessionNotFound
 from kvservice.v1 import manager_pb2
 from kvservice_workers.session_state import WorkerSession
 from tests.simulation.decoder import Decoder, Story
-from tests.simulation.loop import Loop, Process
+from tests.simulation.loop import Crashed, Loop, Process
 from tests.simulation.network import Weather
 from tests.simulation.world import HEARTBEAT_S, MANAGER, TTL_S, SimClient, SimWorker, World
 
@@ -207,12 +207,12 @@ class Scenario:
         kind = self.rng.random()
         if kind < 0.4:
             name = process.name
-            self.loop.later(0.0, process.crash if process.alive else lambda: None)
             if process is self.world.manager:
                 self.loop.later(2.0, self._restart_manager)
             else:
                 self.loop.later(2.0, lambda: self._restart(name))
-            raise Unavailable("it crashes here")
+            process.crash()
+            raise Crashed  # nor does the call go on that has come here, if it is no task
         if kind < 0.7:
             one, other = self.rng.choice(self._links(workers=True))
             self._cut(one, other, self.rng.choice([0.5, 3.0, 6.0, TTL_S + 4]))

@@ -89,6 +89,17 @@ class World:
     def new_id(self) -> str:
         return str(uuid.UUID(int=self.loop.rng.getrandbits(128), version=4))
 
+    def has_ended(self, session_id: str) -> bool:
+        """Whether a worker has ended (a part of) a session, or its lease there is over: who asks
+        from then on is told that it is not found, and the worker frees it when it looks next."""
+        return session_id in self.ended or any(
+            session.key[1] == session_id
+            and not worker.worker._sessions.holds(session, self.loop.now)
+            for worker in self.workers.values()
+            if worker.alive
+            for session in worker.worker._sessions.all()
+        )
+
     def used_pages(self) -> int:
         return sum(
             pool.used_pages + pool.reserved_pages
@@ -245,7 +256,7 @@ class SimWorker(Process):
         try:
             answer = getattr(self._service, snake_case(method))(request, caller)
         finally:
-            if method not in READ_ONLY:
+            if method not in READ_ONLY and self.alive:
                 self._check()
         return answer
 
@@ -339,7 +350,6 @@ class SimClient(Process):
         self._leases = self.client._leases
         self.decoders: list[Any] = []
         self.num_workers = world.expected
-        self.ended = world.ended
         self.loop.spawn(self, self._look_after_leases)
 
     def run(self, decode: Callable[[], None]) -> None:
