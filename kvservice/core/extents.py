@@ -175,8 +175,11 @@ def find_loss(infos: Sequence[SessionInfo]) -> Loss | None:
     if not holding:
         return None if _may_be_all(newest) else Loss(0)
     followers = holding[-1].followers
-    # A part may have come here from where the session goes on now, and is not what is there.
-    others = [one for one in (info.extents[0] for info in infos) if one not in holding]
+    # A part may have come here from where the session goes on now, and is not what is there; nor
+    # is a copy of it, even one that was given up.
+    groups = {one.group for one in holding if one.group}
+    parts = [info.extents[0] for info in infos]
+    others = [one for one in parts if one not in holding and one.group not in groups]
     held = {one.incarnation for one in holding}
     if not followers or any(
         life in held or any(one.stands_for(life) for one in others) for life in followers

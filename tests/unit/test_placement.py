@@ -40,6 +40,7 @@ def part(
     reserve: int | None = None,
     followed_by: str = "",
     replaces: tuple[str, ...] = (),
+    group: int = 0,
 ) -> SessionInfo:
     """Return what a worker says that holds `lengths[layer][row]`, from `starts[row]`.
 
@@ -59,6 +60,7 @@ def part(
                 starts,
                 stops,
                 followed_by,
+                group=group,
                 replaces=replaces,
             ),
         ),
@@ -184,6 +186,10 @@ def test_a_part_is_not_what_follows_it_though_it_was_once_there() -> None:
     assert find_loss([part("a", (0,), [(20,)], followed_by="B", replaces=("B",))]) is not None
     moved = part("d", (20,), [], replaces=("B",))
     assert find_loss([first, second, moved]) is None
+    copy = part("a", (0,), [(20,)], epoch=2, followed_by="B", group=1)
+    given_up = part("d", (0,), [(20,)], replaces=("B",), group=1)
+    assert find_loss([copy, given_up]) == Loss(20, ("B",))
+    assert find_loss([copy, given_up, part("e", (20,), [], replaces=("B",), group=2)]) is None
 
 
 def test_what_the_session_has_left_behind() -> None:
