@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvservice.core.errors import (
-    DeadlineExceeded,
     Draining,
     KVServiceError,
     Overloaded,
@@ -16,13 +16,13 @@ from kvservice.core.errors import (
     QuotaExceeded,
     StaleEpoch,
     Unauthenticated,
-    Unavailable,
 )
 from kvservice.core.extents import num_stored
 from kvservice.core.session import SessionInfo
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths, adopt
+from kvservice_client._leases import Lease, Leases
 from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopiesChanged, Links
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._padding import Padding
@@ -64,9 +64,10 @@ class Changes:
     have is rolled forward: `settle` repeats it, and nothing else may be done before.
     """
 
-    def __init__(self, mirror: Mirror, links: Links) -> None:
+    def __init__(self, mirror: Mirror, links: Links, leases: Leases) -> None:
         self._mirror = mirror
         self._links = links
+        self._leases = leases
         self._pending: Change | None = None
 
     def settle(self) -> None:
@@ -345,28 +346,33 @@ class Changes:
     # -- after a loss
 
     def _open_again(self) -> None:
-        """Open the session anew, empty, where there is room.
+        """Open the session anew, empty, where there is room, under another id.
 
-        It keeps its id, unless somebody may come back who holds something by that id.
+        By the old one something may still arrive: a copy of a release, which would end the new
+        session, one of the request that had opened the old one, which would then hide that, and a
+        worker that was given up.
+
+        Raises:
+            StaleEpoch: Somebody had taken the session over: what is lost is theirs.
         """
         mirror, links = self._mirror, self._links
-        if mirror.haunted or not self._is_released():
-            mirror.id, mirror.haunted = links.connections.new_id(), False
+        if links.lease.taken:
+            raise StaleEpoch("the session was taken over by another holder", epoch=mirror.epoch)
         spec = convert.spec_to_pb(mirror.spec)
         spec.row_count = mirror.num_rows
-        request = types_pb2.AllocateRequest(session_id=mirror.id, spec=spec)
-        session = links.ask_front("Allocate", request).session
-        if session.epoch == 1 and any(any(one.lengths) for one in session.layers):
-            # What was given up lives after all, where no release has reached it: leave it there.
-            mirror.id = request.session_id = links.connections.new_id()
+        new_id = links.connections.new_id()
+        request = types_pb2.AllocateRequest(session_id=new_id, spec=spec)
+        try:
             session = links.ask_front("Allocate", request).session
-        if session.epoch > 1:  # it has gone on elsewhere, and was not ours to release
-            links.lease.taken = True
-            raise StaleEpoch(
-                f"the session is at epoch {session.epoch}, this holder at {mirror.epoch}",
-                epoch=session.epoch,
-            )
+        except KVServiceError:  # it may have been opened all the same, with the answer lost
+            self._leases.release_soon(Lease(new_id, mirror.spec.ttl_s, (), math.inf))
+            raise
+        if not mirror.haunted:
+            # What nobody here knows of: a copy in the making, or that the session is lost.
+            left = Lease(mirror.id, mirror.spec.ttl_s, (), math.inf, epoch=mirror.epoch)
+            self._leases.release_soon(left)
         mirror.reset()
+        mirror.id, mirror.haunted = new_id, False
         mirror.epoch, mirror.last_step = session.epoch, session.step
         mirror.extents, mirror.spares = adopt(
             (), links.told_extents(session), mirror.longest(), mirror.spec.spread
@@ -387,17 +393,6 @@ class Changes:
         request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
         with suppress(KVServiceError):
             self._links.tell_front("GetSession", request, timeout_s=LET_KNOW_S)
-
-    def _is_released(self) -> bool:
-        """Release what is left by the session's id; return whether that is certain."""
-        mirror = self._mirror
-        release = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
-        timeout_s = self._links.connections.config.detection_s
-        try:
-            self._links.ask_front("Release", release, timeout_s=timeout_s)
-        except (Unavailable, DeadlineExceeded):
-            return False
-        return True
 
 
 def _lowest(lengths: Sequence[Lengths]) -> Lengths:

@@ -87,7 +87,7 @@ class Mirror:
         # A call that nobody waits for any more may still arrive, unless an epoch ends before.
         self.is_late_possible = False
         self.num_writes = 0
-        # A worker that was given up may still live, and hold something by the session's id.
+        # A worker that was given up may still live, and is to be known to be old when it is back.
         self.haunted = False
         self.windows = tuple(layer.window for layer in info.spec.layers)
         # How often copies were given up or found, and after how many of those all have gone on.

@@ -103,7 +103,7 @@ class Session:
         self._lease = Lease(mirror.id, mirror.spec.ttl_s, (), 0.0)
         self._lease.renewed(connections.clock.monotonic())
         self._links = Links(connections, mirror, self._lease)
-        self._changes = Changes(mirror, self._links)
+        self._changes = Changes(mirror, self._links, leases)
         self._attender = Attender(mirror, self._links, self._changes)
         self._access = TokenAccess(mirror, self._links)
         self._kind = Kind()

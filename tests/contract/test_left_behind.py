@@ -9,11 +9,13 @@ import pytest
 
 from kvservice.core.caller import ANONYMOUS
 from kvservice.v1 import types_pb2
+from kvservice.wire import convert
 from kvservice_client import (
     DeadlineExceeded,
     InvalidRequest,
     PagesLost,
     SessionNotFound,
+    StaleEpoch,
     StaleWorker,
     WorkerLost,
 )
@@ -148,6 +150,33 @@ def test_a_late_copy_opens_nothing_anew(start: Start) -> None:
     driver.dense.pop(keep=(0, 0))
     driver.step(3)
     driver.check_stored()
+
+
+def test_nothing_late_meets_the_session_that_goes_on(start: Start) -> None:
+    """Copies of what was asked by the old id, a release and the opening: neither ends the session
+    that was opened again, nor hides that the old one is gone."""
+    backend = start()
+    driver = Driver.open(backend.connect(config=QUICK), page_size=4)
+    driver.step(5)
+    session = driver.session
+    old_id, epoch = session.id, session.epoch
+    backend.kill(0)
+    backend.restart(0)
+    with pytest.raises(PagesLost):
+        session.attend(0, *driver.tokens(1))
+    assert session.roll_back() == (0, 0)
+    driver.dense.pop(keep=(0, 0))
+    driver.step(3)
+    assert session.id != old_id
+    eventually(lambda: held_by(backend) == {session.id})
+    release(backend, lone=False, ids=[old_id], epochs=[epoch])
+    spec = convert.spec_to_pb(session._mirror.spec)
+    request = types_pb2.AllocateRequest(session_id=old_id, spec=spec)
+    backend.connect()._connections.ask(FRONT, "Allocate", request)
+    assert backend.connect().attach(session.id).lengths(0) == (3, 3)
+    with pytest.raises(StaleEpoch):
+        session.attend(0, *driver.tokens(1))
+    assert release(backend, lone=False, ids=[old_id], epochs=[0]) == 1
 
 
 def test_workers_that_all_live_again(start: Start) -> None:

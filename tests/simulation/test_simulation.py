@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from kvservice.core.directory import Directory
-from kvservice_client._mirror import Mirror
+from kvservice_client._changes import Changes
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.session_state import LayerGroup, WorkerSession
@@ -75,9 +75,17 @@ def no_repeats(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageWorker, "_is_repeat", lambda self, session, epoch, change: False)
 
 
-def no_new_id_for_a_haunted_session(patch: pytest.MonkeyPatch) -> None:
-    never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(Mirror, "haunted", never, raising=False)
+def the_same_id_again(patch: pytest.MonkeyPatch) -> None:
+    def open_again(self: Changes) -> None:
+        connections, mirror = self._links.connections, self._mirror
+        new_id, connections.new_id = connections.new_id, lambda: mirror.id
+        try:
+            original(self)
+        finally:
+            connections.new_id = new_id
+
+    original = Changes._open_again
+    patch.setattr(Changes, "_open_again", open_again)
 
 
 def no_incarnation_check(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +150,7 @@ MUTANTS: Final = {
     pages_that_stay_behind: 0,
     nothing_expires: 0,
     lost_without_a_word: 0,
-    no_new_id_for_a_haunted_session: 26,
+    the_same_id_again: 26,
     old_parts_count: 0,
     any_release_counts: 0,
 }
