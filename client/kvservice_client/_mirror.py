@@ -247,7 +247,7 @@ class Mirror:
         )
 
     def select(self, rows: Sequence[int]) -> None:
-        """Let new row i be old row rows[i]."""
+        """Let new row i be old row rows[i]. As after a cut, a tail that is emptied goes back."""
         picked = {lengths: tuple(lengths[row] for row in rows) for lengths in self.lengths.values()}
         self.lengths = {
             layer: picked[lengths]
@@ -259,6 +259,9 @@ class Mirror:
             extent.select(rows)
         self.num_rows = len(rows)
         self._next_epoch()
+        longest = self.longest()
+        while len(self.extents) > 1 and self.tail.is_empty(longest):
+            self.spare(self.extents.pop())
 
     def spare(self, extent: Extent) -> None:
         """Keep an extent that holds nothing for later."""

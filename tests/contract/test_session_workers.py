@@ -197,6 +197,20 @@ def test_nobody_has_room(start: Start) -> None:
     driver.check_stored()
 
 
+def test_a_tail_that_a_selection_has_emptied_goes_back(start: Start) -> None:
+    """Rows without tokens are all that is left: what is fed then is refused by nobody."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(), page_size=4, spread=2)
+    driver.step(13)
+    driver.pop(keep=(13, 0))
+    driver.select([1, 1])
+    driver.step(7)
+    driver.step()
+    driver.pop(keep=(3, 8))
+    driver.step(9)
+    driver.check_stored()
+
+
 def test_a_tail_that_has_gone_back_grows_again(start: Start) -> None:
     """After pops, a session finds the second worker's room again, as often as it needs it."""
     backend = start(num_workers=2, memory_bytes=24 * PAGE_BYTES)
