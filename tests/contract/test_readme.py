@@ -49,6 +49,7 @@ def test_one_line_changes_in_a_decoder_of_ones_own() -> None:
     assert run("-c", example("With a loop of your own", 2)) == "equal\n"
 
 
+@pytest.mark.processes
 @needs_model
 def test_a_prompt_is_shared_as_the_example_says() -> None:
     """What is typed for a second decoder works where the first example ends."""
@@ -110,6 +111,7 @@ with serving(2) as service, service.connect() as client:
 """
 
 
+@pytest.mark.processes
 def test_a_decoder_resumes_as_the_example_says() -> None:
     """With real processes: the worker with the end of the prompt is killed, what it held is fed
     again, and the tokens are those of the local cache."""

@@ -349,6 +349,7 @@ with WorkerServer(WorkerSettings(worker_id="w", budget_bytes=1 << 24)) as server
 """
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", [False, True], ids=["grpc", "lane"])
 @pytest.mark.parametrize("what", ["SIGSTOP", "SIGKILL"])

@@ -44,6 +44,7 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.processes
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(240)

@@ -283,5 +283,5 @@ def test_cache_is_what_plain_lists_are(static: bool) -> None:
     """Whatever is called, and whatever fails, tensors and counters are those of plain lists."""
     kind = type("Machine", (TensorCacheMachine,), {"static": static})
     run_state_machine_as_test(
-        kind, settings=settings(max_examples=20, stateful_step_count=30, deadline=None)
+        kind, settings=settings(max_examples=12, stateful_step_count=30, deadline=None)
     )
