@@ -156,7 +156,8 @@ def test_nothing_late_meets_the_session_that_goes_on(start: Start) -> None:
     """Copies of what was asked by the old id, a release and the opening: neither ends the session
     that was opened again, nor hides that the old one is gone."""
     backend = start()
-    driver = Driver.open(backend.connect(config=QUICK), page_size=4)
+    client = backend.connect(config=QUICK)
+    driver = Driver.open(client, page_size=4)
     driver.step(5)
     session = driver.session
     old_id, epoch = session.id, session.epoch
@@ -168,6 +169,9 @@ def test_nothing_late_meets_the_session_that_goes_on(start: Start) -> None:
     driver.dense.pop(keep=(0, 0))
     driver.step(3)
     assert session.id != old_id
+    # The client's own release of the old one is over when that of one dropped after it is.
+    client.open(num_rows=1)
+    gc.collect()
     eventually(lambda: held_by(backend) == {session.id})
     release(backend, lone=False, ids=[old_id], epochs=[epoch])
     spec = convert.spec_to_pb(session._mirror.spec)
