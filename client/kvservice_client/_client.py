@@ -228,7 +228,9 @@ class Client:
             SessionNotFound, WorkerNotFound: There is none of that name.
             AlreadyExists: The worker holds the session, or a part of it.
             OutOfPages, TooManySessions, QuotaExceeded, Draining: The worker does not take it.
-            Conflict: It is being moved elsewhere, or changes faster than it can be copied.
+            Conflict: It is being moved elsewhere, changes faster than it can be copied, or the
+                worker cannot reach the one that holds it.
+            PagesLost: The worker that held it has died.
             PermissionDenied: The caller is no operator.
             Unimplemented: This is a lone worker.
         """

@@ -98,7 +98,8 @@ class Moves:
             SessionNotFound, WorkerNotFound, PagesLost.
             AlreadyExists: The target holds (a part of) it.
             OutOfPages, ..., Draining: The target does not take it.
-            Conflict: It is being moved elsewhere, or changes too fast.
+            Conflict: It is being moved elsewhere, changes too fast, or the two workers cannot reach
+                each other.
             DeadlineExceeded: It takes too long, and may still arrive.
         """
         with self._lock:

@@ -298,7 +298,9 @@ class PageManagerServiceServicer(object):
         SESSION_NOT_FOUND, WORKER_NOT_FOUND
         ALREADY_EXISTS     the worker holds (a part of) it
         OUT_OF_PAGES, TOO_MANY_SESSIONS, QUOTA_EXCEEDED, DRAINING  of the worker it is to go to
-        CONFLICT           it is being moved elsewhere, or changes too fast to be copied
+        CONFLICT           it is being moved elsewhere, changes too fast to be copied, or the worker
+        it is to go to cannot reach the one that holds it
+        PAGES_LOST         the worker that held it has died
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -339,11 +339,12 @@ class PageWorkerServiceServicer(object):
         same call again asks, and is told how it has ended. What fails has changed nothing.
 
         Errors:
-        SESSION_NOT_FOUND, STALE_WORKER  of the worker it is taken from
+        SESSION_NOT_FOUND  of the worker it is taken from
+        PAGES_LOST         that worker has died, or lives another life
         ALREADY_EXISTS     this worker holds (a part of) it
-        CONFLICT           another move of it is under way, or it changes too fast to be copied
+        CONFLICT           another move of it is under way, it changes too fast to be copied, or the
+        other worker does not answer
         OUT_OF_PAGES, TOO_MANY_SESSIONS, QUOTA_EXCEEDED, DRAINING
-        UNAVAILABLE        the other worker does not answer
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvservice.core.caller import Caller
 from kvservice.core.errors import (
     AlreadyExists,
+    Conflict,
     Draining,
     InvalidRequest,
     KVServiceError,
     OutOfPages,
     PagesLost,
     SessionNotFound,
+    Unavailable,
     WorkerNotFound,
 )
+from kvservice.v1 import manager_pb2, worker_pb2
+from kvservice.wire.names import WORKER
 from kvservice_client import DType, LayerGeometry, Session
 from kvservice_client.testing import eventually
-from tests.backends import Backend
+from kvservice_workers.data_plane import peer
+from kvservice_workers.data_plane.service import WorkerService
+from tests.backends import Backend, embedded_backend
 from tests.contract.conftest import Start
 
 NUM_LAYERS = 3
@@ -294,3 +302,62 @@ def test_what_cannot_be_moved(start: Start) -> None:
     ]
     np.testing.assert_array_equal(session.read(0)[0], k)
     assert not any(len(worker.arrivals) for worker in backend.workers)
+
+
+def test_only_the_worker_that_it_is_taken_from_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one begins another life in the middle of a move. The session is lost; the worker that
+    was to take it lives, keeps all that it holds, and goes on reporting."""
+    with embedded_backend(num_workers=2) as backend:
+        client = backend.connect()
+        session, other = (client.open(num_rows=1) for _ in range(2))
+        holder = backend.index_of(session._mirror.tail.worker_id)
+        address = backend.workers[holder].config.address
+        k = np.ones((1, 2, 6, 8), np.float32)
+        for one in (session, other):
+            one.write(0, k, k)
+        assert backend.index_of(other._mirror.tail.worker_id) == 1 - holder
+
+        def copy_state(
+            self: WorkerService, request: worker_pb2.CopyStateRequest, caller: Caller
+        ) -> Any:
+            if backend.workers[holder].config.incarnation != request.incarnation:
+                return original(self, request, caller)
+            backend.restart(holder)
+            way = backend.dial(address)
+            return way.call(WORKER.full_name, "CopyState", request, timeout_s=1.0)
+
+        original = WorkerService.copy_state
+        monkeypatch.setattr(WorkerService, "copy_state", copy_state)
+        with pytest.raises(PagesLost):
+            backend.move(session.id, 1 - holder)
+        backend.beat()
+        states = {info.state for info in client.list_workers()}
+        assert states == {manager_pb2.WORKER_STATE_ALIVE}
+        np.testing.assert_array_equal(other.read(0)[0], k)
+
+
+def test_workers_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A move ends when the worker that holds the session is silent for too long, and is made when
+    there is a way again: nobody takes that one's silence for the silence of the other."""
+    monkeypatch.setattr(peer, "SILENCE_S", 0.2)
+    is_cut = True
+
+    def copy_state(
+        self: WorkerService, request: worker_pb2.CopyStateRequest, caller: Caller
+    ) -> Any:
+        if is_cut:
+            raise Unavailable("the way is cut")
+        return original(self, request, caller)
+
+    original = WorkerService.copy_state
+    monkeypatch.setattr(WorkerService, "copy_state", copy_state)
+    with embedded_backend(num_workers=2) as backend:
+        session = backend.connect().open(num_rows=1)
+        holder = backend.index_of(session._mirror.tail.worker_id)
+        k = np.ones((1, 2, 6, 8), np.float32)
+        session.write(0, k, k)
+        with pytest.raises(Conflict, match="cannot be reached"):
+            backend.move(session.id, 1 - holder)
+        is_cut = False
+        backend.move(session.id, 1 - holder)
+        np.testing.assert_array_equal(session.read(0)[0], k)

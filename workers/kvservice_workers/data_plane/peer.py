@@ -155,7 +155,7 @@ class Puller:
                 pull.source_is_dead = True
             if pull is not None and pull.request.move_id == request.move_id:
                 if pull.error is not None:
-                    raise pull.error
+                    raise _told(pull.error)
                 return pull
             if pull is not None and not pull.ended:
                 raise Conflict("another move of this session is under way", retry_delay_s=1.0)
@@ -422,6 +422,8 @@ class Source:
         while True:
             try:
                 return self._peer.call(method, request, CALL_S, SERVICE)
+            except StaleWorker as error:
+                raise _lost() from error
             except (Unavailable, DeadlineExceeded) as error:
                 over = self._clock.monotonic() >= deadline or self._pull.source_is_dead
                 if isinstance(error, Draining) or over or self._stop.is_set():
@@ -450,6 +452,14 @@ def _layers_at_once(
 
 def _lost() -> PagesLost:
     return PagesLost("the worker that held the session has died", from_position=0)
+
+
+def _told(error: KVServiceError) -> KVServiceError:
+    """Return how a failure is told to the manager, to whom `Unavailable` would say that this worker
+    does not answer, when it is the other one."""
+    if isinstance(error, (Unavailable, DeadlineExceeded)) and not isinstance(error, Draining):
+        return Conflict(f"the worker that holds it cannot be reached: {error}", retry_delay_s=1.0)
+    return error
 
 
 def _outcome(error: KVServiceError) -> str:
