@@ -1,7 +1,8 @@
 # Each target does its own set-up in .venv, from nothing. PYTHON=... chooses the interpreter.
 #
 #   make demo          a real model, its keys and values on two workers
-#   make test          all tests but those of the other targets; ARGS="-k name" is handed to pytest
+#   make test          all tests but those of the other targets; ARGS="-k name" is handed to pytest,
+#                      TEST_PROCESSES=8 has as many processes share them, 0 only its own (--pdb)
 #   make test-processes  commands, Ray, a browser, Prometheus: the service as its own processes
 #   make test-matrix   every model family and decoding strategy
 #   make test-oldest   the caches of decoders with the oldest transformers that is supported
@@ -25,6 +26,7 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
+TEST_PROCESSES ?= 2
 FUZZ_SECONDS ?= 600
 
 .PHONY: help
@@ -45,7 +47,8 @@ demo: setup
 
 .PHONY: test
 test: setup setup-proto
-	$(BIN)/python -m pytest -m "not processes and not matrix and not chaos and not soak and not deploy" $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile \
+	  -m "not processes and not matrix and not chaos and not soak and not deploy" $(ARGS)
 
 .PHONY: test-processes
 test-processes: setup
