@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Protocol
 
 from kvservice.clock import Clock
 from kvservice.config import ServerLimits
 from kvservice.core.caller import Caller
+from kvservice.core.errors import KVServiceError
 from kvservice.core.recorder import MethodRecorder
 from kvservice.core.said import Said
 from kvservice.server.faults import explained
 from kvservice.server.guard import Credential, Guard
+from kvservice.server.rpc import Rpc
 from kvservice.server.wholes import Wholes
 from kvservice.v1 import worker_pb2
 from kvservice.wire import status
@@ -33,8 +36,80 @@ class AttendService(Protocol):
         """Return the frame of the answer; None: take `attend`, nothing has changed."""
 
 
-class LaneAnswers:
-    """Answers the calls of one lane, in order. A call's error travels in its result."""
+class Answers(ABC):
+    """Answers the calls of one stream or lane, in order. A call's error travels in its result."""
+
+    def __init__(self, service: AttendService, limits: ServerLimits, clock: Clock) -> None:
+        self._service = service
+        self._fragment_bytes = limits.fragment_bytes
+        self._clock = clock
+        self._wholes = Wholes(
+            worker_pb2.AttendRequest, worker_pb2.AttendCall, limits.max_message_bytes
+        )
+
+    @abstractmethod
+    def _admit(self, call: worker_pb2.AttendCall) -> Caller:
+        """Return who makes a call."""
+
+    @abstractmethod
+    def _admit_said(self, said: Said) -> Caller:
+        """As `_admit`, of a call that has not been decoded."""
+
+    @abstractmethod
+    def _mapped(self, error: Exception) -> KVServiceError:
+        """Return what the caller is told."""
+
+    @abstractmethod
+    def _served(self, seconds: float) -> None:
+        """Count a call that was served."""
+
+    @abstractmethod
+    def _refused(self, code: str, seconds: float) -> None:
+        """Count a call that was not."""
+
+    def answer(self, raw: bytes | memoryview) -> Iterable[bytes]:
+        """Return the frames of the answer; none while a call has not come whole.
+
+        Raises:
+            InvalidRequest, TooLarge: Of the framing: nothing sensible can follow.
+        """
+        began = self._clock.monotonic()
+        said = None if self._wholes.pending else self._service.read_attend(raw)
+        if said is not None and not said.begins:
+            try:
+                frame = self._service.attend_steadily(said, self._admit_said(said))
+            except Exception as error:
+                return self._failed(said.call_id, error, began)
+            if frame is not None:
+                self._served(self._clock.monotonic() - began)
+                return _whole_or_pieces(frame, self._fragment_bytes)
+        call = self._wholes.add(raw)
+        if call is None:
+            return ()
+        try:
+            result = self._service.attend(call, self._admit(call), said)
+        except Exception as error:
+            return self._failed(call.call_id, error, began)
+        self._served(self._clock.monotonic() - began)
+        return frames(result, self._fragment_bytes)
+
+    def end(self) -> None:
+        """There are no more frames.
+
+        Raises:
+            InvalidRequest: The last one was within a call.
+        """
+        self._wholes.end()
+
+    def _failed(self, call_id: int, error: Exception, began: float) -> Iterable[bytes]:
+        told = self._mapped(error)
+        self._refused(told.code.name, self._clock.monotonic() - began)
+        result = worker_pb2.AttendResult(call_id=call_id, error=status.to_status(told))
+        return frames(result, self._fragment_bytes)
+
+
+class LaneAnswers(Answers):
+    """The answers of a lane, whose frames are counted with its calls."""
 
     def __init__(
         self,
@@ -46,54 +121,62 @@ class LaneAnswers:
         recorder: MethodRecorder,
         clock: Clock,
     ) -> None:
+        super().__init__(service, limits, clock)
         self._credential = credential
         self._guard = guard
-        self._service = service
-        self._fragment_bytes = limits.fragment_bytes
         self._recorder = recorder
-        self._clock = clock
-        self._wholes = Wholes(
-            worker_pb2.AttendRequest, worker_pb2.AttendCall, limits.max_message_bytes
-        )
 
-    def answer(self, raw: memoryview) -> Iterable[bytes]:
-        """Return the frames of the answer; none while a call has not come whole.
+    def _admit(self, call: worker_pb2.AttendCall) -> Caller:
+        return self._guard.admit_attend(self._credential, call)
 
-        Raises:
-            InvalidRequest, TooLarge: Of the framing: nothing sensible can follow.
-        """
-        began = self._clock.monotonic()
-        said = None if self._wholes.pending else self._service.read_attend(raw)
-        if said is not None and not said.begins:
-            try:
-                caller = self._guard.admit_attend(self._credential, said)
-                frame = self._service.attend_steadily(said, caller)
-            except Exception as error:
-                return self._failed(said.call_id, error, began)
-            if frame is not None:
-                self._recorder.carried(self._clock.monotonic() - began)
-                return whole_or_pieces(frame, self._fragment_bytes)
-        call = self._wholes.add(raw)
-        if call is None:
-            return ()
-        try:
-            caller = self._guard.admit_attend(self._credential, call)
-            result = self._service.attend(call, caller, said)
-        except Exception as error:
-            return self._failed(call.call_id, error, began)
-        self._recorder.carried(self._clock.monotonic() - began)
-        return frames(result, self._fragment_bytes)
+    def _admit_said(self, said: Said) -> Caller:
+        return self._guard.admit_attend(self._credential, said)
 
-    def _failed(self, call_id: int, error: Exception, began: float) -> Iterable[bytes]:
-        told = explained(error, "Attend")
-        result = worker_pb2.AttendResult(call_id=call_id, error=status.to_status(told))
+    def _mapped(self, error: Exception) -> KVServiceError:
+        return explained(error, "Attend")
+
+    def _served(self, seconds: float) -> None:
+        self._recorder.carried(seconds)
+
+    def _refused(self, code: str, seconds: float) -> None:
         self._recorder.received()
         self._recorder.sent()
-        self._recorder.answered(told.code.name, self._clock.monotonic() - began)
-        return frames(result, self._fragment_bytes)
+        self._recorder.answered(code, seconds)
 
 
-def whole_or_pieces(frame: bytes, limit: int) -> Iterable[bytes]:
+class StreamAnswers(Answers):
+    """The answers of an Attend stream over gRPC, whose messages are counted as they pass."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        *,
+        service: AttendService,
+        limits: ServerLimits,
+        recorder: MethodRecorder,
+        clock: Clock,
+    ) -> None:
+        super().__init__(service, limits, clock)
+        self._rpc = rpc
+        self._recorder = recorder
+
+    def _admit(self, call: worker_pb2.AttendCall) -> Caller:
+        return self._rpc.admit(call)
+
+    def _admit_said(self, said: Said) -> Caller:
+        return self._rpc.admit_streamed(said)
+
+    def _mapped(self, error: Exception) -> KVServiceError:
+        return self._rpc.mapped(error)
+
+    def _served(self, seconds: float) -> None:
+        self._recorder.answered("OK", seconds)
+
+    def _refused(self, code: str, seconds: float) -> None:
+        self._recorder.answered(code, seconds)
+
+
+def _whole_or_pieces(frame: bytes, limit: int) -> Iterable[bytes]:
     """Return an `AttendResponse` as it is, or in fragments if it is larger than they may be."""
     if len(frame) <= limit:
         return (frame,)

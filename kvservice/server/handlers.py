@@ -9,7 +9,7 @@ ever. Bytes are decoded here and not by gRPC, whose answer to undecodable ones w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,14 +23,13 @@ from kvservice.config import ServerLimits
 from kvservice.core.errors import Code, DeadlineExceeded, InvalidRequest, TooLarge
 from kvservice.core.recorder import MethodRecorder, RpcRecorder
 from kvservice.logs import REQUEST, REQUEST_KEY, Request
-from kvservice.server.attends import whole_or_pieces
+from kvservice.server.attends import StreamAnswers
 from kvservice.server.guard import Guard
 from kvservice.server.rooms import Room, in_room, refusing, streaming_in_room
 from kvservice.server.rpc import Method, Rpc
 from kvservice.server.streams import NEVER, OpenCall, OpenCalls
 from kvservice.server.threads import served_by
-from kvservice.server.wholes import Wholes, decode
-from kvservice.wire import status
+from kvservice.server.wholes import decode
 from kvservice.wire.fragments import frames
 from kvservice.wire.names import snake_case
 
@@ -113,12 +112,11 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 kind, descriptor.containing_service.full_name, descriptor.name
             ),
             rule=self._rules[descriptor.name],
-            read=getattr(self._service, f"read_{snake_case(descriptor.name)}", None),
         )
         is_call = kind == "unary"
         room = self._calls.calls if is_call else self._calls.streams
         threads = self._call_threads if is_call else self._stream_threads
-        behaviour = self._behaviour(method, kind, descriptor)
+        behaviour = self._behaviour(method, kind)
         if descriptor.server_streaming:
             handler = grpc.stream_stream_rpc_method_handler(
                 served_by(threads, streaming_in_room(room, behaviour))
@@ -129,9 +127,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             )
         return _Entry(handler, refusing(room.refusal), room, method.recorder)
 
-    def _behaviour(
-        self, method: Method, kind: str, descriptor: MethodDescriptor
-    ) -> Callable[..., Any]:
+    def _behaviour(self, method: Method, kind: str) -> Callable[..., Any]:
         if kind == "unary":
             return self._unary(method)
         if kind == "client_stream":
@@ -140,9 +136,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             return self._server_stream(method)
         if method.whole is None:
             return self._conversation(method)
-        result = _framed(descriptor.output_type)
-        assert result is not None, f"{descriptor.name}: requests are framed, responses are not"
-        return self._calls_on_stream(method, result)
+        assert method.name == "Attend", f"{method.name}: nobody answers such streams"
+        return self._attends(method)
 
     # One request, one response
 
@@ -207,39 +202,8 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     # Streams of calls
 
-    def _calls_on_stream(
-        self, method: Method, result_type: type[Any]
-    ) -> Callable[..., Iterator[bytes]]:
+    def _attends(self, method: Method) -> Callable[..., Iterator[bytes]]:
         """Answer each call in order. A call's error travels in its result; the stream goes on."""
-
-        limit = self._limits.fragment_bytes
-
-        def failed(call: Any, rpc: Rpc, error: Exception, began: float) -> Iterable[bytes]:
-            told = rpc.mapped(error)
-            method.recorder.answered(told.code.name, self._now() - began)
-            return frames(result_type(call_id=call.call_id, error=status.to_status(told)), limit)
-
-        def answer(raw: bytes, wholes: Wholes, rpc: Rpc) -> Iterable[bytes]:
-            began = self._now()
-            said = None if method.read is None or wholes.pending else method.read(raw)
-            if said is not None and not said.begins:
-                try:
-                    frame = self._service.attend_steadily(said, rpc.admit_streamed(said))
-                except Exception as error:
-                    return failed(said, rpc, error, began)
-                if frame is not None:
-                    method.recorder.answered("OK", self._now() - began)
-                    return whole_or_pieces(frame, limit)
-            call = wholes.add(raw)
-            if call is None:
-                return ()
-            try:
-                more = () if method.read is None else (said,)
-                result = method.serve(call, rpc.admit(call), *more)
-            except Exception as error:
-                return failed(call, rpc, error, began)
-            method.recorder.answered("OK", self._now() - began)
-            return frames(result, limit)
 
         def handle(raws: Iterator[bytes], context: Any) -> Iterator[bytes]:
             rpc = self._begin(method, context)
@@ -247,15 +211,21 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
             try:
                 with self._calls.watched(context, timeout_s=idle_s) as stream:
                     stream.has_ended = rpc.identify()
-                    wholes = method.wholes(self._limits)
+                    answers = StreamAnswers(
+                        rpc,
+                        service=self._service,
+                        limits=self._limits,
+                        recorder=method.recorder,
+                        clock=self._clock,
+                    )
                     for raw in self._while_idle(raws, stream, idle_s):
                         method.recorder.received()
-                        for frame in answer(raw, wholes, rpc):
+                        for frame in answers.answer(raw):
                             # A peer that does not take its answer holds a thread: not for ever.
                             stream.ends_at = self._now() + self._limits.answer_s
                             rpc.sent()
                             yield frame
-                    wholes.end()
+                    answers.end()
                     if not stream.cancelled:
                         rpc.succeed()
             except Exception as error:

@@ -34,7 +34,6 @@ class Method:
         name: As in the path.
         whole: For framed requests, the type of the message that the frames carry.
         rule: Who may call it.
-        read: Looks at a frame that may be served without being decoded. None: there are none.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Method:
     whole: type[Any] | None
     recorder: MethodRecorder
     rule: Rule
-    read: Callable[[bytes], Any] | None
 
     def wholes(self, limits: ServerLimits) -> Wholes:
         """Return what puts the requests of a stream together."""
