@@ -40,6 +40,9 @@ class Caller:
 ANONYMOUS: Final = Caller("default", Role.OPERATOR)
 """Everybody, where authentication is off."""
 
+SERVICE: Final = Caller("kvservice", Role.SERVICE)
+"""The manager, and the workers, in calls of their own."""
+
 
 def check_tenant(tenant: str) -> str:
     """Return a tenant's name.

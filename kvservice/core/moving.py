@@ -117,3 +117,8 @@ class CopiedPages:
 
     written: tuple[int, ...]
     layers: Mapping[int, tuple[HostTensor, HostTensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all contents together."""
+        return sum(k.num_bytes + v.num_bytes for k, v in self.layers.values())

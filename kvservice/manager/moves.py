@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvservice.clock import Clock
-from kvservice.core.caller import Caller, Role
+from kvservice.core.caller import SERVICE, Caller, Role
 from kvservice.core.directory import SessionKey, WorkerState
 from kvservice.core.errors import (
     AlreadyExists,
@@ -27,7 +27,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.extents import find_lone
 from kvservice.core.session import SessionInfo
-from kvservice.manager.routes import SERVICE, Part, Routes
+from kvservice.manager.routes import Part, Routes
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.convert import session_from_pb
 
@@ -178,18 +178,13 @@ class Moves:
 
     def _let_copy(self, key: SessionKey, now: float) -> None:
         """Begin to make a copy that a session lacks, on the best worker that has not refused it."""
-        refused = self._refused.setdefault(key, set())
         try:
             parts = self._routes.parts(key, Caller(key[0], Role.TENANT), look_only=True)
             lone = find_lone([part.info for part in parts])
             source = next((part for part in parts if part.info is lone), None)
-            if source is None:
-                self._not_before[key] = now + PAUSE_S
-                return
             held = {part.worker_id for part in parts}
-            target = next((one for one in self._routes.ranked() if one not in refused | held), None)
-            if target is None:
-                self._refused.pop(key)
+            target = None if source is None else self._best_target(key, held)
+            if source is None or target is None:
                 self._not_before[key] = now + PAUSE_S
                 return
             if target in self._routes.holders(key):
@@ -208,11 +203,8 @@ class Moves:
 
     def _let_go(self, key: SessionKey, source: str, now: float) -> None:
         """Begin to move a session to the best worker that has not refused it."""
-        refused = self._refused.setdefault(key, set())
-        held = set(self._routes.holders(key))
-        target = next((one for one in self._routes.ranked() if one not in refused | held), None)
+        target = self._best_target(key, set(self._routes.holders(key)))
         if target is None:
-            self._refused.pop(key)
             self._not_before[key] = now + PAUSE_S
             return
         try:
@@ -220,6 +212,15 @@ class Moves:
         except KVServiceError as error:
             LOG.debug("a session stays on %s for now: %s", source, error)
             self._not_before[key] = now + PAUSE_S
+
+    def _best_target(self, key: SessionKey, held: set[str]) -> str | None:
+        """Return the best worker that neither holds a session nor has refused it; None: there is
+        none, and after a pause all are asked again."""
+        out = held | self._refused.get(key, set())
+        target = next((one for one in self._routes.ranked() if one not in out), None)
+        if target is None:
+            self._refused.pop(key, None)
+        return target
 
     def _look_at(self, move: Move) -> None:
         try:

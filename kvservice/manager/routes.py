@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvservice.clock import Clock
-from kvservice.core.caller import ANONYMOUS, Caller, Role
+from kvservice.core.caller import ANONYMOUS, SERVICE, Caller
 from kvservice.core.directory import (
     Directory,
     Report,
@@ -53,9 +53,6 @@ from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.convert import session_from_pb, session_to_pb
 
 LOG = logging.getLogger(__name__)
-
-SERVICE: Final = Caller("kvservice", Role.SERVICE)
-"""The manager itself."""
 
 MAX_PARALLEL: Final = 8
 RETRY_DELAY_S: Final = 0.2

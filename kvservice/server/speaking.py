@@ -8,7 +8,7 @@ from typing import Final
 
 from kvservice.clock import Clock
 from kvservice.core.access import Rights
-from kvservice.core.caller import Caller, Role
+from kvservice.core.caller import Caller
 from kvservice.core.capability import Claims, Keyring, Kind, digest_of
 
 AUTHORIZATION: Final = "authorization"
@@ -53,7 +53,3 @@ class Speaker:
                 self._made = {}
             self._made[made_for] = (now + SPOKEN_LIFE_S / 2, keys, value)
         return ((AUTHORIZATION, value),)
-
-
-SERVICE: Final = Caller("kvservice", Role.SERVICE)
-"""The manager and the workers themselves."""

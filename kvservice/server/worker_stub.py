@@ -12,13 +12,13 @@ import grpc
 from google.protobuf import message_factory
 
 from kvservice.clock import Clock
-from kvservice.core.caller import Caller
+from kvservice.core.caller import SERVICE, Caller
 from kvservice.core.errors import KVServiceError, Unavailable
 from kvservice.logs import REQUEST, REQUEST_KEY
 from kvservice.server.dialing import Dialer
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.peers import metadata_of
-from kvservice.server.speaking import SERVICE, Speaker
+from kvservice.server.speaking import Speaker
 from kvservice.v1 import manager_pb2
 from kvservice.wire import status
 from kvservice.wire.convert import seconds_from_pb

@@ -43,6 +43,12 @@ Indices = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 
 
+def slots_of(pages: Sequence[int], page_size: int) -> tuple[Indices, Indices]:
+    """Return all slots of whole pages, in order: page and offset of each."""
+    offsets = np.tile(np.arange(page_size, dtype=np.int64), len(pages))
+    return np.repeat(np.array(pages, np.int64), page_size), offsets
+
+
 def page_bytes(geometry: LayerGeometry, page_size: int) -> int:
     """Return the bytes of one page of one layer, K and V."""
     return page_size * geometry.token_bytes

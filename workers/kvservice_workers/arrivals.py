@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvservice.clock import Clock
 from kvservice.core.errors import AlreadyExists, Conflict, InvalidRequest, KVServiceError
 from kvservice.core.geometry import HOLE, LayerGeometry
 from kvservice.core.moving import MAX_REPLACED, CopiedPages, GroupState, SessionState
+from kvservice_workers.arena import slots_of
 from kvservice_workers.counters import Counters
 from kvservice_workers.host_tensors import as_numpy
 from kvservice_workers.padding import RowPadding
@@ -232,10 +231,8 @@ class Arrivals:
             self._check_waits(arrival)
             session = arrival.session
             group = session.groups[missing.window]
-            size = group.page_size
-            held = [arrival.copied[missing.window][page] for page in pages]
-            at = np.repeat(np.array([one.page for one in held], np.int64), size)
-            offsets = np.tile(np.arange(size, dtype=np.int64), len(held))
+            held = [arrival.copied[missing.window][page].page for page in pages]
+            at, offsets = slots_of(held, group.page_size)
             if len(copied.written) != len(held):
                 raise InvalidRequest(f"{len(held)} pages were asked for")
             for layer, (k, v) in copied.layers.items():
@@ -245,9 +242,7 @@ class Arrivals:
                     raise InvalidRequest(f"pages of {arena.geometry} were asked for")
                 with group.pool.lock:
                     arena.store(at, offsets, as_numpy(k), as_numpy(v))
-            self._counters.moved_bytes += sum(
-                k.num_bytes + v.num_bytes for k, v in copied.layers.values()
-            )
+            self._counters.moved_bytes += copied.num_bytes
 
     def stored(
         self, arrival: Arrival, missing: Missing, pages: Sequence[int], written: Sequence[int]
@@ -331,11 +326,11 @@ class Arrivals:
                 self._structure.free(arrival.session, "move")
                 self._pools.usage.change_sessions(arrival.tenant, -1)
 
-    def release(self, key: SessionKey, epoch: float) -> None:
-        """Give up a session that its holder wants no more, up to an epoch."""
+    def release(self, key: SessionKey, up_to: float, *, unsettled: bool) -> None:
+        """Give up a session that its holder wants no more; see `WorkerSession.ends_by_release`."""
         with self._lock:
             arrival = self._arrivals.get(key)
-            if arrival is not None and arrival.session.epoch <= epoch:
+            if arrival is not None and arrival.session.ends_by_release(up_to, unsettled=unsettled):
                 self.drop(arrival)
 
     def expire(self) -> int:

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import numpy as np
-
 from kvservice.clock import Clock
 from kvservice.core.errors import Conflict, InvalidRequest
 from kvservice.core.failpoints import Failpoints
 from kvservice.core.geometry import HostTensor
 from kvservice.core.moving import CopiedPages, GroupState, MovedTo, Refused, SessionState, StepState
 from kvservice.core.session import RowRange
+from kvservice_workers.arena import slots_of
 from kvservice_workers.host_tensors import from_numpy
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.session_state import Copy, Freeze, LayerGroup, Refusal, WorkerSession
@@ -104,9 +103,7 @@ class Departures:
             pool = group.pool
             if any(not 0 <= page < pool.pages.total for page in pages):
                 raise Conflict("a page is no longer there: look at the session again")
-            size = group.page_size
-            at = np.repeat(np.array(pages, np.int64), size)
-            offsets = np.tile(np.arange(size, dtype=np.int64), len(pages))
+            at, offsets = slots_of(pages, group.page_size)
             found: dict[int, tuple[HostTensor, HostTensor]] = {}
             with pool.lock:
                 for layer in layers:

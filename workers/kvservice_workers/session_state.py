@@ -379,6 +379,17 @@ class WorkerSession:
         self.last_write = 0
         self.refused_step = self.refused_write = None
 
+    def ends_by_release(self, up_to: float, *, unsettled: bool) -> bool:
+        """Whether a release up to an epoch is from whoever holds the session now.
+
+        Args:
+            unsettled: It is not known there whether the last change from that epoch was made.
+        """
+        is_own = unsettled and self.last_change not in (None, "attach")
+        if is_own or self.last_change == GO_ON:  # nobody has taken it over by that
+            return self.epoch - 1 <= up_to
+        return self.epoch <= up_to
+
     def go_on(self) -> None:
         """Begin an epoch for the same holder, in the middle of whatever is in progress."""
         self.epoch += 1

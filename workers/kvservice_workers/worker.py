@@ -282,23 +282,18 @@ class PageWorker:
         epochs = session_ids if isinstance(session_ids, Mapping) else {}
         released = 0
         for session_id in session_ids:
+            up_to, is_unsettled = epochs.get(session_id) or math.inf, session_id in unsettled
             with self._lock:
                 session = self._sessions.find(tenant, session_id)
                 moved = self._sessions.find_moved((tenant, session_id))
                 if moved is not None:
                     moved.released = True
-                up_to = epochs.get(session_id) or math.inf
-                self.arrivals.release(
-                    (tenant, session_id), up_to + 1 if session_id in unsettled else up_to
-                )
+                self.arrivals.release((tenant, session_id), up_to, unsettled=is_unsettled)
             if session is None:
                 continue
             with session.lock, self._lock:
-                epoch = session.epoch
-                is_own = session_id in unsettled and session.last_change not in (None, "attach")
-                if is_own or session.last_change == GO_ON:  # nobody has taken it over by that
-                    epoch -= 1
-                if not session.closed and epoch <= (epochs.get(session_id) or math.inf):
+                is_theirs = session.ends_by_release(up_to, unsettled=is_unsettled)
+                if not session.closed and is_theirs:
                     self._remove(session, "release")
                     released += 1
         return released

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvservice.clock import Clock
-from kvservice.core.caller import Caller, Role
+from kvservice.core.caller import SERVICE, Caller
 from kvservice.core.errors import (
     Conflict,
     DeadlineExceeded,
@@ -33,8 +33,6 @@ from kvservice_workers.arrivals import Arrival, Missing
 from kvservice_workers.worker import PageWorker
 
 LOG = logging.getLogger(__name__)
-
-SERVICE: Final = Caller("kvservice", Role.SERVICE)
 
 BATCH_BYTES: Final = 1 << 20
 FEW_BYTES: Final = 1 << 18
@@ -295,9 +293,7 @@ class Puller:
                 for layers in _layers_at_once(one, len(pages), self._batch_bytes):
                     copied = source.pages(one.window, layers, pages)
                     self._worker.arrivals.store(arrival, one, pages, copied)
-                    pull.copied_bytes += sum(
-                        k.num_bytes + v.num_bytes for k, v in copied.layers.values()
-                    )
+                    pull.copied_bytes += copied.num_bytes
                     oldest = [
                         at if before < 0 else min(at, before)
                         for at, before in zip(copied.written, oldest, strict=True)
@@ -352,23 +348,15 @@ class Source:
 
     def state(self, *, freeze: bool = False) -> SessionState:
         """Return what the session is made of; `freeze`: from now on, for a moment."""
-        request = self._about(
-            worker_pb2.CopyStateRequest(
-                copier=self._pull.request.move_id, copy=self._copy, freeze=freeze
-            )
-        )
-        answer = self._ask("CopyState", request)
+        answer = self._ask("CopyState", self._state_request(freeze))
         self._copy, self.ticket = answer.copy, answer.ticket
         return copies.state_from_pb(answer.state)
 
     def let_go(self) -> None:
         """Let the session thaw, if it was frozen."""
         if self.ticket:
-            request = worker_pb2.CopyStateRequest(
-                copier=self._pull.request.move_id, copy=self._copy
-            )
             try:
-                self._peer.call("CopyState", self._about(request), HAND_OVER_S, SERVICE)
+                self._peer.call("CopyState", self._state_request(False), HAND_OVER_S, SERVICE)
             except KVServiceError as error:
                 LOG.debug("the session thaws by itself: %s", error)
 
@@ -410,6 +398,13 @@ class Source:
                 return
             else:
                 return
+
+    def _state_request(self, freeze: bool) -> Any:
+        return self._about(
+            worker_pb2.CopyStateRequest(
+                copier=self._pull.request.move_id, copy=self._copy, freeze=freeze
+            )
+        )
 
     def _about(self, request: Any) -> Any:
         asked = self._pull.request
