@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +49,7 @@ class Attender:
         self._mirror = mirror
         self._links = links
         self._changes = changes
-        self._call_ids = itertools.count(1)
+        self._num_ids = 0
         self._last_asked: Asked = ()
         self._last_told: Told = ()
         self._steady: dict[Options, SteadyAsk] = {}  # of one step, by what its layers ask
@@ -144,9 +143,8 @@ class Attender:
 
     def _next_ids(self, count: int) -> int:
         """Take so many call ids; return the first."""
-        first = next(self._call_ids)
-        for _ in range(count - 1):
-            next(self._call_ids)
+        first = self._num_ids + 1
+        self._num_ids += count
         return first
 
     def _attend_in(self, step: Step, ask: Ask, positions: Lengths) -> npt.NDArray[Any]:
@@ -208,7 +206,7 @@ class Attender:
     ) -> tuple[Extent, worker_pb2.AttendCall]:
         mirror, scoring = self._mirror, ask.scoring
         call = worker_pb2.AttendCall(
-            call_id=next(self._call_ids),
+            call_id=self._next_ids(1),
             session_id=mirror.id,
             incarnation=part.extent.incarnation,
             epoch=mirror.epoch,

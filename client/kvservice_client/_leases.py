@@ -197,30 +197,24 @@ class Leases:
         for lease in leases:
             lease.open = False
         for address, batch in _batches(leases):
-            ids = [lease.session_id for lease in batch]
-            request = types_pb2.ReleaseRequest(
-                session_ids=ids,
-                capabilities=_capabilities(address, batch),
-                epochs=[lease.epoch for lease in batch],
-                unsettled_ids=[lease.session_id for lease in batch if lease.unsettled],
-            )
             try:
-                answer = self._connections.ask(
-                    address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2
-                )
-                moved = set(answer.moved_session_ids)
-                self._release_elsewhere([one for one in batch if one.session_id in moved])
+                moved = self._release_at(address, batch)
+                if moved:  # the manager knows where
+                    self._release_at(FRONT, moved)
             except KVServiceError as error:
-                _log.info("%d sessions are left to their leases: %s", len(ids), error)
+                _log.info("%d sessions are left to their leases: %s", len(batch), error)
 
-    def _release_elsewhere(self, leases: Sequence[Lease]) -> None:
-        """Release sessions that are not where they were; the manager knows where."""
-        if leases:
-            request = types_pb2.ReleaseRequest(
-                session_ids=[lease.session_id for lease in leases],
-                epochs=[lease.epoch for lease in leases],
-            )
-            self._connections.ask(FRONT, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
+    def _release_at(self, address: str, leases: Sequence[Lease]) -> list[Lease]:
+        """Release sessions; return those that were moved from there."""
+        request = types_pb2.ReleaseRequest(
+            session_ids=[lease.session_id for lease in leases],
+            capabilities=_capabilities(address, leases),
+            epochs=[lease.epoch for lease in leases],
+            unsettled_ids=[lease.session_id for lease in leases if lease.unsettled],
+        )
+        answer = self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
+        moved = set(answer.moved_session_ids)
+        return [lease for lease in leases if lease.session_id in moved]
 
     def _renew(self, leases: Sequence[Lease]) -> None:
         timeout_s = max(0.1, min(lease.ttl_s for lease in leases) / 12)

@@ -229,7 +229,7 @@ class Links:
 
     # -- one call
 
-    def _address(self, extent: Extent, request: Any) -> None:
+    def _address(self, extent: Extent | core.Extent, request: Any) -> None:
         """Make a request one to the worker that an extent is on now, with the right to it."""
         if isinstance(request, SteadyCall):
             request.go_to(extent.incarnation)
@@ -302,13 +302,9 @@ class Links:
 
         Where that is gone by now, by the manager's; and if that is too, without a right to it.
         """
-        follow = worker_pb2.FollowSessionRequest(session_id=self._mirror.id)
-        self._address(extent, follow)
         ticket = 0
         try:
-            to = self.connections.ask(
-                extent.address, "FollowSession", follow, timeout_s=FOLLOW_TIMEOUT_S
-            )
+            to = self._ask_where_to(extent)
             told = core.Extent(to.worker_id, to.address, to.incarnation, capability=to.capability)
             ticket = to.ticket
         except SessionNotFound:
@@ -322,11 +318,7 @@ class Links:
                 where.get("worker_id", ""), where.get("address", ""), where["incarnation"]
             )
         self._go_to(extent, told)
-        # It may not have heard yet that the session is its own.
-        look = types_pb2.GetSessionRequest(session_id=self._mirror.id, ticket=ticket)
-        self._address(extent, look)
-        with suppress(KVServiceError):
-            self.connections.ask(extent.address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
+        self._show(told, ticket)
 
     def _finds_copy(self, extent: Extent) -> bool:
         """Whether an extent is at the next epoch because a copy of it was made; note that if so.
@@ -334,12 +326,8 @@ class Links:
         Raises:
             WorkerLost: Nobody says. The call may be repeated.
         """
-        follow = worker_pb2.FollowSessionRequest(session_id=self._mirror.id)
-        self._address(extent, follow)
         try:
-            to = self.connections.ask(
-                extent.address, "FollowSession", follow, timeout_s=FOLLOW_TIMEOUT_S
-            )
+            to = self._ask_where_to(extent)
         except SessionNotFound:
             return False
         except KVServiceError as error:
@@ -350,18 +338,24 @@ class Links:
         self._mirror.found(extent, told)
         if to.capability:
             self.lease.capabilities[to.address] = to.capability
-        self._show(to.address, to.ticket)
+        self._show(told, to.ticket)
         return True
 
-    def _show(self, address: str, ticket: int) -> None:
-        """Let a worker believe that a session is its own, should it not have heard."""
-        look = types_pb2.GetSessionRequest(
-            session_id=self._mirror.id,
-            ticket=ticket,
-            capability=self.lease.capabilities.get(address, b""),
+    def _ask_where_to(self, extent: Extent) -> worker_pb2.FollowSessionResponse:
+        """Ask a worker who has taken the session over from it, or has a copy."""
+        follow = worker_pb2.FollowSessionRequest(session_id=self._mirror.id)
+        self._address(extent, follow)
+        answer: worker_pb2.FollowSessionResponse = self.connections.ask(
+            extent.address, "FollowSession", follow, timeout_s=FOLLOW_TIMEOUT_S
         )
+        return answer
+
+    def _show(self, told: core.Extent, ticket: int) -> None:
+        """Let a worker believe that a session is its own, should it not have heard."""
+        look = types_pb2.GetSessionRequest(session_id=self._mirror.id, ticket=ticket)
+        self._address(told, look)
         with suppress(KVServiceError):
-            self.connections.ask(address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
+            self.connections.ask(told.address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
 
     def _find_successor(self, extent: Extent) -> core.Extent | None:
         """Ask the manager for the worker that has taken over what was on an incarnation."""
@@ -463,9 +457,7 @@ class Links:
         request = types_pb2.ReleaseRequest(
             session_ids=[self._mirror.id], epochs=[self._mirror.epoch]
         )
-        capability = self.lease.capabilities.get(extent.address)
-        if capability:
-            request.capabilities[:] = [capability]
+        self._address(extent, request)
         with suppress(KVServiceError):  # or its lease ends
             transport = self.connections.to(extent.address)
             transport.call(WORKER.full_name, "Release", request, timeout_s=self.connections.knock_s)

@@ -195,6 +195,8 @@ class PageManager:
 
     def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
         key = (caller.tenant, session_id_from_pb(request.session_id))
+        if request.keep_step:
+            raise InvalidRequest("keep_step is for workers only")
         try:
             parts = self._routes.parts(key, caller)
         except PagesLost:  # of what is left it can be said how much still holds
@@ -209,8 +211,6 @@ class PageManager:
         # nothing come last: alone at the next epoch, they would be taken for an empty session.
         parts.sort(key=lambda part: (-part.info.epoch, is_empty(part.info.extents[0])))
         ahead = [part for part in parts if part.info.epoch == parts[0].info.epoch]
-        if request.keep_step:
-            raise InvalidRequest("keep_step is for workers only")
         try:
             taken = self._attach(parts, epoch, request, caller)
         except StaleEpoch:
@@ -294,6 +294,14 @@ class PageManager:
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
         epochs, unsettled = convert.release_from_pb(request)
+
+        def asked(mine: Sequence[str]) -> types_pb2.ReleaseRequest:
+            return types_pb2.ReleaseRequest(
+                session_ids=mine,
+                epochs=[epochs[one] for one in mine],
+                unsettled_ids=[one for one in mine if one in unsettled],
+            )
+
         # Whoever takes a session over does so here.
         stay = {
             session_id
@@ -306,12 +314,7 @@ class PageManager:
         for worker_id, mine in by_worker.items():
             if self._routes.is_dead(worker_id):
                 continue  # what it holds, should it come back, ends with the lease
-            asked = types_pb2.ReleaseRequest(
-                session_ids=mine,
-                epochs=[epochs[one] for one in mine],
-                unsettled_ids=[one for one in mine if one in unsettled],
-            )
-            answer = self._routes.ask(worker_id, "Release", asked, caller)
+            answer = self._routes.ask(worker_id, "Release", asked(mine), caller)
             released += answer.released_count
             moved.update(answer.moved_session_ids)
             for session_id in mine:
@@ -320,10 +323,8 @@ class PageManager:
         for worker_id in self._routes.reachable() if moved else ():
             mine = [one for one in sorted(moved) if one not in by_worker.get(worker_id, ())]
             if mine:
-                asked = types_pb2.ReleaseRequest(
-                    session_ids=mine, epochs=[epochs[one] for one in mine]
-                )
-                released += self._routes.ask(worker_id, "Release", asked, caller).released_count
+                answer = self._routes.ask(worker_id, "Release", asked(mine), caller)
+                released += answer.released_count
         self._routes.settle((caller.tenant, one) for one in epochs if one not in stay)
         return types_pb2.ReleaseResponse(released_count=min(released, len(epochs)))
 
