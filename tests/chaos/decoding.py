@@ -95,6 +95,15 @@ class Decoder:
                 np.testing.assert_array_equal(got, fed)
             self.num_checked += 1
 
+    def taken_over(self, client: Client, seed: int) -> Decoder:
+        """Return a decoder that has attached to the session, and has found all that was fed."""
+        heir = Decoder(client, seed, session=client.attach(self.session.id))
+        (heir.length,) = heir.session.lengths(0)
+        assert heir.length == self.length
+        heir.check_stored()
+        heir.step()
+        return heir
+
     def resume(self) -> int:
         """Go back to what still holds; return how many tokens are to be fed again."""
         (left,) = self.session.roll_back()

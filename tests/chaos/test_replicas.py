@@ -99,11 +99,7 @@ def test_a_frozen_copy(service: Service, report: Report, which: int) -> None:
         assert not load.losses, "a session with two copies was told of a loss"
     for decoder in decoders.values():
         decoder.check_stored()
-    heir = Decoder(service.connect(), 0, session=service.connect().attach(decoders[0].session.id))
-    (heir.length,) = heir.session.lengths(0)
-    assert heir.length == decoders[0].length
-    heir.check_stored()
-    heir.step()
+    heir = decoders[0].taken_over(service.connect(), 0)
     copy = ("that is asked", "that only stores")[which]
     report(
         "P9", f"worker SIGSTOP and SIGCONT, of two copies the one {copy}",
@@ -123,11 +119,7 @@ def test_a_killed_copy_and_the_manager(service: Service, report: Report) -> None
     for _ in range(5):
         decoder.step()
     service.repair()
-    heir = Decoder(service.connect(), 7, session=service.connect().attach(decoder.session.id))
-    (heir.length,) = heir.session.lengths(0)
-    assert heir.length == decoder.length
-    heir.check_stored()
-    heir.step()
+    heir = decoder.taken_over(service.connect(), 7)
     report(
         "P4", "manager and one of two copies SIGKILL: decoding goes on",
         recovery_s=took, bound_s=2.0, num_checked=decoder.num_checked + heir.num_checked,
