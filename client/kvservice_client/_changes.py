@@ -92,6 +92,8 @@ class Changes:
             if not extent.lost:
                 try:
                     self._send(change, extent, request)
+                    if change.leaves_behind:
+                        self._links.look_for_copy(extent)
                 except CopiesChanged:
                     if not extent.lost:
                         # It was refused, and is asked again at the next epoch. No worker has it:

@@ -49,7 +49,12 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
             if extent.address != address:
                 _give_back(links, child_id, address)
     except FAILED:
-        addresses = tuple(extent.address for extent in copies if not extent.lost)
+        # A copy may have been given up since it has answered, and live.
+        addresses = tuple(
+            extent.address
+            for index, extent in enumerate(copies)
+            if index < len(opened) or not extent.lost
+        )
         leases.release_soon(Lease(child_id, parent.spec.ttl_s, addresses, math.inf))
         raise
     keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows

@@ -320,8 +320,21 @@ class Links:
         self._go_to(extent, told)
         self._show(told, ticket)
 
+    def look_for_copy(self, extent: Extent) -> None:
+        """Note the copy with which an extent's next epoch has begun, if it has: whoever goes there
+        for another reason is told nothing of it.
+
+        Raises:
+            WorkerLost: Nobody says. The call may be repeated.
+        """
+        if self._mirror.spec.replicas > 1 and self._mirror.other_copy(extent) is None:
+            self._finds_copy(extent)
+
     def _finds_copy(self, extent: Extent) -> bool:
         """Whether an extent is at the next epoch because a copy of it was made; note that if so.
+
+        Should there be another one, then whoever had the new one made has missed it: it is given
+        up, for it is an epoch behind.
 
         Raises:
             WorkerLost: Nobody says. The call may be repeated.
@@ -334,6 +347,14 @@ class Links:
             raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
         if to.copied_at_epoch != self._mirror.epoch + 1:
             return False
+        missed = self._mirror.other_copy(extent)
+        if missed is not None and missed.address == to.address:
+            # Its worker lives another life by now, which has the new copy.
+            missed.lost = missed.replaced = True
+            missed.close_stream()
+            self._mirror.give_up(missed)
+        elif missed is not None:
+            self.give_up(missed)
         told = core.Extent(to.worker_id, to.address, to.incarnation)
         self._mirror.found(extent, told)
         if to.capability:

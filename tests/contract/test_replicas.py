@@ -16,6 +16,7 @@ from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import CapacityError, Unavailable
 from kvservice.core.geometry import LayerSpec
 from kvservice.core.session import SessionSpec
+from kvservice.manager import moves
 from kvservice_client import (
     Client,
     ClientConfig,
@@ -519,6 +520,61 @@ def test_a_copy_is_found_by_any_call(start_here: Start, change: str) -> None:
     assert [len(group) for group in copies(driver)] == [2]
     driver.check_stored()
     check_equal(backend, driver)
+
+
+@pytest.fixture
+def missed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the manager make a copy as soon as it is missing."""
+    monkeypatch.setattr(moves, "MISSING_FOR_S", 0.0)
+
+
+@pytest.mark.usefixtures("missed_soon")
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_made_while_a_decoder_rests(start_here: Start, change: str, which: int) -> None:
+    """Its holder learns at once of the worker that has died and of the copy made since, in
+    whichever order, and goes on with the new one: that holds the session when the other dies."""
+    backend = start_here(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+    driver.step(6)
+    survivor, dead = (backend.index_of(copies(driver)[0][n].worker_id) for n in (1 - which, which))
+    backend.kill(dead)
+    backend.restart(dead)
+    restore(backend, driver)
+    CHANGES[change](driver)
+    driver.step()
+    assert [len(group) for group in copies(driver)] == [2]
+    check_equal(backend, driver)
+    backend.kill(survivor)
+    driver.step()
+    driver.check_stored()
+    backend.restart(survivor)
+
+
+@pytest.mark.usefixtures("missed_soon")
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_third_copy(change: str, which: int) -> None:
+    """The manager takes a worker for dead that lives, and has a copy made in its place. The session
+    goes on with that one, and leaves nothing where it was that might be taken for it."""
+    with BACKENDS["grpc"](num_workers=3) as backend:
+        driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+        driver.step(6)
+        before, missed = driver.session.epoch, copies(driver)[0][which]
+        backend.bury(backend.index_of(missed.worker_id))
+
+        def is_there() -> bool:
+            backend.manager.look_after_moves()
+            return sorted(held_at(backend, driver.session.id)) == [before, before + 1, before + 1]
+
+        eventually(is_there, timeout_s=20.0)
+        CHANGES[change](driver)
+        driver.step()
+        assert len(copies(driver)[0]) == 2
+        assert missed.worker_id not in [copy.worker_id for copy in copies(driver)[0]]
+        assert held_at(backend, driver.session.id) == [driver.session.epoch] * 2
+        check_equal(backend, driver)
+        driver.check_stored()
 
 
 def test_a_copy_is_made_while_a_decoder_goes_on(start: Start) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import (
     CapacityError,
     Conflict,
@@ -24,6 +25,7 @@ from kvservice.core.errors import (
 from kvservice.core.geometry import DType, LayerGeometry
 from kvservice_client import Session
 from kvservice_client._extents import Extent
+from kvservice_workers.worker import PageWorker
 from tests.simulation.world import SimClient
 
 DIM = 2
@@ -221,7 +223,12 @@ class Decoder:
                 worker = self.process.world.workers[copy.worker_id].worker
                 if worker.config.incarnation == copy.incarnation:
                     held += [
-                        (info.epoch, info.current_step, info.last_write, info.lengths)
+                        (
+                            info.epoch - self._is_copied_anew(worker, info.epoch),
+                            info.current_step,
+                            info.last_write,
+                            info.lengths,
+                        )
                         for _, info in worker.list_sessions(None)
                         if info.session_id == session.id
                     ]
@@ -231,6 +238,13 @@ class Decoder:
                 held = [one for one in held if one[0] <= session._mirror.epoch]
             if held.count(held[0] if held else None) < len(held):
                 raise WrongTokens(f"copies differ: {held}")
+
+    def _is_copied_anew(self, worker: PageWorker, epoch: int) -> bool:
+        """Whether a worker is at the next epoch because a copy of what it holds has been made since
+        it has answered: we hear of that with the next call alone."""
+        session = self._session()
+        copied = worker.find_copied(ANONYMOUS.tenant, session.id)
+        return copied is not None and epoch == session.epoch + 1
 
     def _query(self) -> None:
         """Attend without new tokens."""
