@@ -46,13 +46,7 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
     holders = routes.holders(key)
     if holders:
         _check_repeat(routes, holders, request, caller)
-        try:
-            return routes.parts(key, caller)
-        except PagesLost as error:
-            # It may as well have been opened in part only, with nothing there to be lost.
-            raise WorkerLost(
-                "not all workers of the session can be had: open another one", retry_delay_s=1.0
-            ) from error
+        return _find_opened(routes, key, caller)
     if routes.is_lost(key):
         raise WorkerLost(
             "the session has died with its workers: release it first, or open another one",
@@ -68,7 +62,7 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
         except SessionMoved:
             # It was opened by this very request, and has moved since.
             routes.undo(key[1], placed, caller)
-            return routes.parts(key, caller)
+            return _find_opened(routes, key, caller)
         except KVServiceError as error:
             if not _perhaps_elsewhere(error):
                 routes.undo(key[1], placed, caller)
@@ -82,6 +76,17 @@ def open_session(routes: Routes, key: SessionKey, spec: SessionSpec, caller: Cal
             return placed
     routes.undo(key[1], placed, caller)
     raise _no_place(routes, failures, needed)
+
+
+def _find_opened(routes: Routes, key: SessionKey, caller: Caller) -> list[Part]:
+    """Return the parts of a session that was opened by an earlier copy of the request."""
+    try:
+        return routes.parts(key, caller)
+    except PagesLost as error:
+        # It may as well have been opened in part only, with nothing there to be lost.
+        raise WorkerLost(
+            "not all workers of the session can be had: open another one", retry_delay_s=1.0
+        ) from error
 
 
 def grow(

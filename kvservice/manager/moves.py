@@ -173,6 +173,7 @@ class Moves:
         return (
             len(self._looked_after) < MAX_AT_ONCE
             and key not in self._under_way
+            and not self._routes.is_busy(key)
             and self._not_before.get(key, 0.0) <= now
         )
 
@@ -254,6 +255,8 @@ class Moves:
 
     def _begin(self, key: SessionKey, source: str, target: str, *, keep: bool = False) -> Move:
         record = self._routes.record_of(source)
+        if self._routes.is_busy(key):
+            raise Conflict("the session is being opened, or grows", retry_delay_s=1.0)
         with self._lock:
             if key in self._under_way:
                 raise Conflict("the session is being moved already", retry_delay_s=1.0)

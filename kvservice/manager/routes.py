@@ -378,6 +378,11 @@ class Routes:
                 del self._busy[key]
             mine.set()
 
+    def is_busy(self, key: SessionKey) -> bool:
+        """Whether somebody decides just now where a session goes: it may be open in part."""
+        with self._lock:
+            return key in self._busy
+
     def _enter(self, key: SessionKey, mine: threading.Event) -> threading.Event | None:
         """Take the turn on a session; or return the event at whose setting to try again."""
         with self._lock:

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvservice.clock import SystemClock
 from kvservice.core.caller import ANONYMOUS
-from kvservice.core.errors import CapacityError, Unavailable
+from kvservice.core.errors import CapacityError, Conflict, Unavailable
 from kvservice.core.geometry import LayerSpec
 from kvservice.core.session import SessionSpec
 from kvservice.manager import moves
@@ -575,6 +575,31 @@ def test_a_third_copy(change: str, which: int) -> None:
         assert held_at(backend, driver.session.id) == [driver.session.epoch] * 2
         check_equal(backend, driver)
         driver.check_stored()
+
+
+@pytest.mark.usefixtures("missed_soon")
+def test_no_copy_of_what_is_being_opened(start_here: Start) -> None:
+    """While a session is open in part its copies are not missing: they are about to come."""
+    backend = start_here(num_workers=3)
+    driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
+    driver.step(3)
+    key, before = (TENANT, driver.session.id), driver.session.epoch
+    free = next(
+        index
+        for index, worker in enumerate(backend.workers)
+        if worker.config.worker_id not in [copy.worker_id for copy in copies(driver)[0]]
+    )
+    with backend.manager._routes.one_at_a_time(key):
+        backend.manager._routes.end(key, copies(driver)[0][0].worker_id)
+        backend.manager.look_after_moves()
+        assert not backend.manager._moves._under_way
+        with pytest.raises(Conflict):
+            backend.move(
+                driver.session.id, free, source=backend.index_of(copies(driver)[0][1].worker_id)
+            )
+    assert held_at(backend, driver.session.id) == [before] * 2
+    driver.step()
+    driver.check_stored()
 
 
 def test_a_copy_is_made_while_a_decoder_goes_on(start: Start) -> None:

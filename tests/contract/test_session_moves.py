@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.core.caller import Caller
+from kvservice.core.caller import ANONYMOUS, Caller
 from kvservice.core.errors import (
     AlreadyExists,
     Conflict,
@@ -24,9 +24,11 @@ from kvservice.core.errors import (
     PagesLost,
     SessionNotFound,
     Unavailable,
+    WorkerLost,
     WorkerNotFound,
 )
-from kvservice.v1 import manager_pb2, worker_pb2
+from kvservice.v1 import manager_pb2, types_pb2, worker_pb2
+from kvservice.wire import convert
 from kvservice.wire.names import WORKER
 from kvservice_client import DType, LayerGeometry, Session
 from kvservice_client.testing import eventually
@@ -361,3 +363,22 @@ def test_workers_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -
         is_cut = False
         backend.move(session.id, 1 - holder)
         np.testing.assert_array_equal(session.read(0)[0], k)
+
+
+def test_a_late_copy_of_the_request_that_opened_it() -> None:
+    """It finds that the session has moved to a worker that has died since: nothing is opened, and
+    the caller, who may have no session yet, is not told that its pages are lost."""
+    with embedded_backend(num_workers=2) as backend:
+        session = backend.connect().open(num_rows=1)
+        holder = backend.index_of(session._mirror.tail.worker_id)
+        request = types_pb2.AllocateRequest(
+            session_id=session.id, spec=convert.spec_to_pb(session._mirror.spec)
+        )
+        backend.move(session.id, 1 - holder)
+        backend.kill(1 - holder)
+        backend.manager._routes.end((ANONYMOUS.tenant, session.id), f"worker-{1 - holder}")
+        backend.bury(1 - holder)
+        with pytest.raises(WorkerLost):
+            backend.manager.allocate(request, ANONYMOUS)
+        session.detach()
+        backend.restart(1 - holder)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvservice_client import Client, DType, InvalidRequest, LayerGeometry, OutOfPages
+from kvservice_client._room import find_room
 from tests.contract.conftest import Start
 from tests.driving import Driver, close
 
@@ -208,6 +209,32 @@ def test_a_tail_that_a_selection_has_emptied_goes_back(start: Start) -> None:
     driver.step()
     driver.pop(keep=(3, 8))
     driver.step(9)
+    driver.check_stored()
+
+
+def test_a_tail_that_was_never_filled_is_cut(start: Start) -> None:
+    """It has taken no token, or a selection has left it none: a cut of the rows is none of it."""
+    backend = start(num_workers=2)
+    driver = Driver.open(backend.connect(), page_size=4, spread=2)
+    driver.step(13)
+    driver.pop(keep=(13, 5))
+    driver.select([1, 1])
+    driver.pop(keep=(3, 4))
+    driver.step(9)
+    driver.check_stored()
+
+
+def test_room_that_was_found_and_not_used(start: Start) -> None:
+    """A step that has found room on another worker, and was stored nowhere: the rows are cut."""
+    backend = start(num_workers=2, memory_bytes=8 * 2 * PAGE_BYTES)
+    driver = Driver.open(backend.connect(), num_rows=1, page_size=4, spread=2, layers=LAYERS)
+    driver.step(3)
+    session = driver.session
+    tail = session._mirror.tail
+    assert find_room(session._mirror, session._links, 31) is None
+    assert session._mirror.tail is not tail
+    driver.pop(1)
+    driver.step(2)
     driver.check_stored()
 
 

@@ -460,7 +460,8 @@ class PageWorker:
 
         Raises:
             SessionNotFound, StaleEpoch, InvalidRequest.
-            Conflict: `expected_lengths` are not those of the longest layers.
+            Conflict: `expected_lengths` are not those of the longest layers; not of an extent
+                that holds nothing.
             PositionOutOfRange: The next query could see an evicted position. Nothing has changed.
         """
         change = ("pop", tuple(keep))
@@ -470,7 +471,7 @@ class PageWorker:
             session.check_rows(keep, "keep")
             if min(keep) < 0:
                 raise InvalidRequest(f"keep must not be negative, got {list(keep)}")
-            session.check_lengths(expected_lengths)
+            session.check_ends(expected_lengths)
             for group in session.groups.values():
                 for row, length in enumerate(keep):
                     if length < session.longest(row):
