@@ -18,7 +18,7 @@ import pytest
 from kvservice.certificates import make_development_certificates
 from kvservice.clock import SystemClock
 from kvservice.config import ManagerSettings, Security, ServerLimits, WorkerSettings
-from kvservice.core.errors import KVServiceError
+from kvservice.core.errors import AlreadyExists, KVServiceError
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
 from kvservice_client import Client, connect
@@ -117,7 +117,7 @@ def start_manager(port: int = 0) -> ManagerServer:
 
 
 class Load:
-    """A decoder that steps, forks, pops, and makes mistakes, until it is told to stop."""
+    """A decoder that steps, forks, pops, is moved, and makes mistakes, until it is told to stop."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -149,6 +149,9 @@ class Load:
                 with session.fork() as branch:
                     branch.attend(0, q, kv, kv)
                 session.pop(5)
+                for worker_id in ("w0", "w1"):
+                    with suppress(AlreadyExists):  # it is there
+                        client.move_session(session.id, worker_id)
                 session.read(0)
                 with client.attach(session.id), suppress(KVServiceError):
                     session.attend(0, q, kv, kv)  # somebody has taken it over: refused
@@ -254,6 +257,7 @@ class TestDashboard:
             "Sessions and leases",
             "Workers and recovery",
             "Security",
+            "Moves and copies",
         ]
         taken: set[tuple[int, int]] = set()
         for panel in DASHBOARD["panels"]:
