@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -94,6 +94,8 @@ class Ask:
         tokens: None: only attend.
         pos: Per row: where the new tokens go. None: behind the row's end.
         query_positions: Per row. None: where the new tokens are, or the newest positions.
+        partial: The answer is to be merged with attention to other positions.
+        meanwhile: To be done by the caller's thread while the workers compute.
     """
 
     layer: int
@@ -102,6 +104,8 @@ class Ask:
     scoring: Scoring
     pos: Lengths | None
     query_positions: Lengths | None
+    partial: bool = False
+    meanwhile: Callable[[], None] | None = None
 
 
 def read_ask(

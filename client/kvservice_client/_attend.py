@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
+import numpy as np
 import numpy.typing as npt
 
 from kvservice.core.errors import (
@@ -55,7 +56,8 @@ class Attender:
         self._steady: dict[Options, SteadyAsk] = {}  # of one step, by what its layers ask
 
     def attend(self, ask: Ask, padding: Any, retain: int | None) -> Any:
-        """Return the attention output of a call, as the kind of array that q was.
+        """Return the attention output of a call, as the kind of array that q was; of one that asks
+        for a partial, that and its lse.
 
         Raises:
             OutOfPages, PagesLost, ...: See `Session.attend`.
@@ -68,8 +70,7 @@ class Attender:
             step, positions = step_for_append(mirror, ask, padding, retain)
             if not mirror.lengths and len(mirror.extents) > 1:
                 self._spread(step)
-        out = self._attend_in(step, ask, positions)
-        return from_host(ask.queries.shape_out(out), ask.queries.dtype, ask.queries.kind)
+        return self._attend_in(step, ask, positions)
 
     def is_steady(self, padding: Any) -> bool:
         """Return whether the next call is worth trying the short way.
@@ -147,7 +148,7 @@ class Attender:
         self._num_ids += count
         return first
 
-    def _attend_in(self, step: Step, ask: Ask, positions: Lengths) -> npt.NDArray[Any]:
+    def _attend_in(self, step: Step, ask: Ask, positions: Lengths) -> Any:
         """Carry the call out, on another worker if the tail has no room for the step."""
         mirror = self._mirror
         cause: Exception | None = None
@@ -157,7 +158,7 @@ class Attender:
             copies = _for_twins(calls)
             mirror.last_step = max(mirror.last_step, step.number)
             try:
-                outcomes = self._links.attend([*calls, *copies])
+                outcomes = self._links.attend([*calls, *copies], ask.meanwhile)
             except BaseException:  # interrupted: what was sent may be stored
                 if ask.tokens is not None:
                     mirror.uncertain, mirror.step = True, step
@@ -216,7 +217,7 @@ class Attender:
             scale=scoring.scale,
             softcap=scoring.softcap,
             bias=scoring.bias,
-            partial=len(mirror.extents) > 1,
+            partial=ask.partial or len(mirror.extents) > 1,
         )
         if part.extent not in step.greeted:
             call.header.CopyFrom(header_for(mirror, step, part))
@@ -311,11 +312,12 @@ class Attender:
         positions: Lengths,
         parts: Sequence[Part],
         outcomes: Sequence[Outcome],
-    ) -> npt.NDArray[Any]:
-        """Return the packed output, [queries, heads, v_dim], bfloat16 as its bits."""
-        queries = ask.queries
-        if len(self._mirror.extents) == 1:
-            return _tensor(outcomes[0], "out", queries.dtype)
+    ) -> Any:
+        """Return the output as the caller's kind of array; of a partial, that and its lse."""
+        queries, several = ask.queries, len(self._mirror.extents) > 1
+        if not several and not ask.partial:
+            out = _tensor(outcomes[0], "out", queries.dtype)
+            return from_host(queries.shape_out(out), queries.dtype, queries.kind)
         partials = [
             Partial(
                 _tensor(outcome, "out", DType.FLOAT32),
@@ -324,12 +326,22 @@ class Attender:
             )
             for part, outcome in zip(parts, outcomes, strict=True)
         ]
-        out = merge(partials, sum(queries.counts), ask.scoring.sinks)
-        first = query_positions_of(ask, positions)
-        padded = padded_queries(step, ask, positions if first is None else first)
-        if padded is not None:
-            out[padded] = 0.0  # a worker knows only of padding that it holds itself
-        return cast_float32(out, queries.dtype)
+        whole = partials[0]
+        if several:
+            whole = merge(partials, sum(queries.counts), ask.scoring.sinks)
+            first = query_positions_of(ask, positions)
+            padded = padded_queries(step, ask, positions if first is None else first)
+            if padded is not None:  # a worker knows only of padding that it holds itself
+                whole.out[padded] = 0.0
+                whole.lse[padded] = -np.inf
+        if not ask.partial:
+            out = cast_float32(whole.out, queries.dtype)
+            return from_host(queries.shape_out(out), queries.dtype, queries.kind)
+        lse = queries.shape_out(whole.lse[..., None])[..., 0]
+        return tuple(
+            from_host(one, DType.FLOAT32, queries.kind)
+            for one in (queries.shape_out(whole.out), lse)
+        )
 
 
 def _for_twins(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -117,8 +117,11 @@ class Links:
 
         return self._run(extent, attempt)
 
-    def attend(self, calls: AttendCalls) -> list[Outcome]:
-        """Send all calls, then collect the results or errors, in the same order.
+    def attend(
+        self, calls: AttendCalls, meanwhile: Callable[[], None] | None = None
+    ) -> list[Outcome]:
+        """Send all calls, do something `meanwhile`, then collect the results or errors, in the
+        same order.
 
         Only the calls without an answer are repeated. Errors that a worker answers are returned,
         so that each call's outcome is known.
@@ -126,7 +129,7 @@ class Links:
         for extent, call in calls:
             if self.lease.capabilities or call.incarnation != extent.incarnation:
                 self._address(extent, call)
-        return self._attend_all(calls)
+        return self._attend_all(calls, meanwhile)
 
     def attend_steadily(
         self, calls: Sequence[tuple[Extent, SteadyCall]]
@@ -167,11 +170,17 @@ class Links:
             extent.close_stream()  # an answer may be under way that nobody waits for
             raise
 
-    def _attend_all(self, calls: Sequence[tuple[Extent, AnyCall]]) -> list[Any]:
+    def _attend_all(
+        self,
+        calls: Sequence[tuple[Extent, AnyCall]],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Any]:
         try:
-            if len(calls) == 1:
+            if len(calls) == 1 and meanwhile is None:
                 return [self._attend_again(*calls[0])]
             waiting = [self._send(extent, call) for extent, call in calls]
+            if meanwhile is not None:
+                meanwhile()
             return [
                 self._receive(extent, call, stream)
                 for stream, (extent, call) in zip(waiting, calls, strict=True)

@@ -27,7 +27,7 @@ class Partial:
     index: npt.NDArray[Any] | None = None
 
 
-def merge(partials: Sequence[Partial], num_queries: int, sinks: Floats | None = None) -> Floats:
+def merge(partials: Sequence[Partial], num_queries: int, sinks: Floats | None = None) -> Partial:
     """Return attention over all positions that the partials have seen together.
 
     Args:
@@ -35,7 +35,7 @@ def merge(partials: Sequence[Partial], num_queries: int, sinks: Floats | None = 
         sinks: f32[num_q_heads]: one more logit of the softmax, without a value.
 
     Returns:
-        out: f32[num_queries, num_q_heads, v_dim]; 0 where nothing was seen.
+        The partial of all queries; out is 0, and lse -inf, where nothing was seen.
     """
     num_heads, v_dim = partials[0].out.shape[1:]
     top = np.full((num_queries, num_heads), -np.inf, np.float32)
@@ -45,7 +45,8 @@ def merge(partials: Sequence[Partial], num_queries: int, sinks: Floats | None = 
         where = _where(partial)
         top[where] = np.maximum(top[where], partial.lse)
     # Queries that see nothing have no maximum: any finite number serves, all weights are 0.
-    top[np.isneginf(top)] = 0.0
+    unseen = np.isneginf(top)
+    top[unseen] = 0.0
     total = np.zeros((num_queries, num_heads), np.float32)
     if sinks is not None:
         total += np.exp(sinks - top)
@@ -55,7 +56,10 @@ def merge(partials: Sequence[Partial], num_queries: int, sinks: Floats | None = 
         weight = np.exp(partial.lse - top[where])
         total[where] += weight
         out[where] += weight[..., None] * partial.out
-    return np.divide(out, total[..., None], out=out, where=total[..., None] > 0)
+    total[unseen] = 1.0
+    lse = top + np.log(total)
+    lse[unseen] = -np.inf
+    return Partial(np.divide(out, total[..., None], out=out), lse)
 
 
 def _where(partial: Partial) -> Any:

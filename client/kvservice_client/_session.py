@@ -277,6 +277,69 @@ class Session:
                     self._mirror.note_failure(layer)
                 raise
 
+    @_goes_on
+    def attend_partial(
+        self,
+        layer: int,
+        q: Any,
+        *,
+        query_positions: int | Sequence[int],
+        scale: float | None = None,
+        mask: str = "causal",
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Any, Any]:
+        """Attend to what a layer has stored, to be merged with attention to other positions.
+
+        A decoder that has attended to keys and values of its own, which are not stored yet, puts
+        both together by their lse: `out = sum(out_i * exp(lse_i - lse))`, with
+        `lse = logsumexp(lse_i)`. A sink is one more `lse_i`, without an `out_i`.
+
+        Args:
+            q: float[rows, heads, tokens, dim].
+            query_positions: Position of the first query, of all rows or of each. Causal masks see
+                what is stored before.
+            scale, mask, window, chunk, softcap: As for `attend`; no mask arrays.
+            meanwhile: Called by this thread while the workers compute; more than once if the call
+                has to be made again. The session must not be used in it.
+
+        Returns:
+            out: float32[rows, heads, tokens, v_dim], normalised over what is stored.
+            lse: float32[rows, heads, tokens], natural log of the sum of exp(scaled scores); -inf,
+                with out = 0, where nothing is seen.
+
+        Effects:
+            None: nothing is stored, and the step in progress goes on.
+
+        Raises:
+            InvalidRequest, GeometryMismatch: Shapes, dtypes or ranges; or nothing is stored.
+        """
+        with self._lock:
+            self._ready()
+            ask = read_ask(
+                layer,
+                q,
+                None,
+                None,
+                num_rows=self._mirror.num_rows,
+                counts=None,
+                mask=mask,
+                window=window,
+                chunk=chunk,
+                scale=scale,
+                softcap=softcap,
+                sinks=None,
+                bias=None,
+                column_starts=None,
+                pos=None,
+                query_positions=query_positions,
+            )
+            ask.partial, ask.meanwhile = True, meanwhile
+            partial: tuple[Any, Any] = self._attender.attend(ask, None, self.retain)
+            return partial
+
     # -- keys and values
 
     @_goes_on

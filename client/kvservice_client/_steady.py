@@ -106,7 +106,7 @@ class SteadyAsk:
         if len(self.extents) > 1:
             asked = [one for one, (_, call) in zip(answers, self.calls, strict=True) if call.asks]
             partials = [Partial(one.out, _present(one.lse)) for one in asked]
-            merged = merge(partials, out.shape[0])
+            merged = merge(partials, out.shape[0]).out
             if self.padded is not None:
                 merged[self.padded] = 0.0  # a worker knows only of padding that it holds itself
             out = cast_float32(merged, self.dtype)

@@ -279,6 +279,8 @@ class TokenAccess:
                 bits[where[placed.padding[mine]]] = True
                 padding, _ = padding.marked(row, 0, bits)
         mirror.padding = padding
+        if mirror.step is not None:
+            mirror.step.padding = padding  # calls that still belong to it find what is padding now
         mirror.lengths[layer] = tuple(lengths)
         for extent in mirror.extents:
             extent.knows_padding = extent.knows_padding or extent is mirror.tail
