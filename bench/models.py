@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ def wide() -> Any:
 class Decoder:
     """A model with a cache; attention is `sdpa` for a local one, `kvservice` for a remote one."""
 
-    def __init__(self, model: Any, client: Client | None, *, replicas: int = 1) -> None:
+    def __init__(
+        self, model: Any, client: Client | None, *, replicas: int = 1, prompts: str = "auto"
+    ) -> None:
         self._model = model
         self._client = client
-        self._replicas = replicas
+        self._options = {"replicas": replicas, "prompts": prompts}
         self.cache: Any = None
         self._next: torch.Tensor | None = None
 
@@ -53,7 +56,7 @@ class Decoder:
             self.cache = DynamicCache(config=self._model.config)
         else:
             self.cache = RemoteCache(
-                self._client, self._model.config, mode="attend", replicas=self._replicas
+                self._client, self._model.config, mode="attend", **self._options
             )
         return seconds_of(lambda: [self.feed(part) for part in ids.split(chunk, dim=1)])
 
@@ -63,6 +66,20 @@ class Decoder:
         self._use_attention()
         assert self._next is not None
         return seconds_of(lambda: self.feed(self._next))
+
+    @torch.inference_mode()
+    def turn(self, ids: torch.Tensor) -> tuple[float, float]:
+        """Feed a prompt behind all that there is, until it is stored, and go back.
+
+        Returns:
+            The seconds that it takes, and those of this process' processor time.
+        """
+        self._use_attention()
+        began = os.times()
+        seconds = seconds_of(lambda: (self.feed(ids), self.cache.session_id))
+        ended = os.times()
+        self.cache.crop(-ids.shape[1])
+        return seconds, ended.user + ended.system - began.user - began.system
 
     def end(self) -> None:
         """Let the cache go."""

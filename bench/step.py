@@ -6,10 +6,12 @@ process; steps are taken in turn. Below 1 the service is faster.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
@@ -70,6 +72,28 @@ def prompts(report: Report, name: str, model: Any, client: Client, length: int) 
     report.ratio(name, ours, theirs, f"service / DynamicCache + sdpa, a prompt of {length}")
 
 
+def second_turn(report: Report, model: Any, client: Client, past: int, new: int = 512) -> None:
+    """Compare ways to attend to a prompt behind others: new tokens here, or all on the worker."""
+    local, remote = (Decoder(model, client, prompts=where) for where in ("local", "remote"))
+    for decoder in (local, remote):
+        decoder.prefill(prompt(model, past))
+    ids = prompt(model, new)
+    ours, theirs = [], []
+    for i in range(MIN_PAIRS + 1):
+        order = (local, remote) if i % 2 else (remote, local)
+        took = {decoder: decoder.turn(ids) for decoder in order}
+        if i:  # warm
+            ours.append(took[local])
+            theirs.append(took[remote])
+    for decoder in (local, remote):
+        decoder.end()
+    note = f"{new} tokens behind {past}: to each other in the decoder / all on the worker"
+    report.ratio(f"second_turn_{past}", *([s for s, _ in each] for each in (ours, theirs)), note)
+    note = "the same, the decoder's own processor time"
+    name = f"second_turn_{past}_cpu"
+    report.ratio(name, *([cpu_s for _, cpu_s in each] for each in (ours, theirs)), note)
+
+
 @torch.inference_mode()
 def memory(report: Report, model: Any, client: Client) -> None:
     """Note how many bytes this process grows by for each token that is stored remotely."""
@@ -94,19 +118,39 @@ def _rss() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def over_grpc(report: Report, model: Any, address: str) -> None:
+    """Compare decoding steps without lanes."""
+    with connect(address, lane=False) as client:
+        decode(report, "smollm2_128_grpc", model, client, 128, 24)
+
+
+PARTS: Final = (
+    *("smollm2_128", "smollm2_128_grpc", "replicas", "prompt_1024"),
+    *("second_turn_1024", "second_turn_8192", "smollm2_4096", "memory", "wide_16384"),
+)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS, help="some parts")
+    chosen = parser.parse_args().only
     report = Report("step")
     with two_workers() as address, connect(address) as client:
         model = smollm2()
-        decode(report, "smollm2_128", model, client, 128, 24)
-        with connect(address, lane=False) as over_grpc:
-            decode(report, "smollm2_128_grpc", model, over_grpc, 128, 24)
-        replicas(report, model, client, 128, 24)
-        prompts(report, "prompt_1024", model, client, 1024)
-        decode(report, "smollm2_4096", model, client, 4096, 16)
-        memory(report, model, client)
-        del model
-        decode(report, "wide_16384", wide(), client, 16_384, 16)
+        run: dict[str, Callable[[], None]] = {
+            "smollm2_128": lambda: decode(report, "smollm2_128", model, client, 128, 24),
+            "smollm2_128_grpc": lambda: over_grpc(report, model, address),
+            "replicas": lambda: replicas(report, model, client, 128, 24),
+            "prompt_1024": lambda: prompts(report, "prompt_1024", model, client, 1024),
+            "second_turn_1024": lambda: second_turn(report, model, client, 1024),
+            "second_turn_8192": lambda: second_turn(report, model, client, 8192),
+            "smollm2_4096": lambda: decode(report, "smollm2_4096", model, client, 4096, 16),
+            "memory": lambda: memory(report, model, client),
+            "wide_16384": lambda: decode(report, "wide_16384", wide(), client, 16_384, 16),
+        }
+        for part in PARTS:
+            if part in chosen:
+                run[part]()
     report.print()
 
 

@@ -2,7 +2,8 @@
 
 It gets q, the placeholders that `RemoteCache.update` returned, and a mask; it sends q, the new k
 and v, and what the mask is; it returns the attention output. A prompt with nothing before it needs
-no answer: it is attended to here, and its k and v are sent meanwhile.
+no answer: it is attended to here, and its k and v are sent meanwhile. Behind other tokens a prompt
+may be attended to here as well, but for its past, which workers are asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from kvservice_client._hf_layer import RemoteLayer
-from kvservice_client._hf_local import local_attention
-from kvservice_client._hf_mask import RemoteMask, describe
+from kvservice_client._hf_local import local_attention, newest_seen
+from kvservice_client._hf_mask import RemoteMask, Seen, describe
 from kvservice_client._hf_tensors import RemoteKV, Ticket, refuse_backward
 
 UNKNOWN_SCORES: Final = ("indices", "block_indices", "sinks")
@@ -45,7 +46,7 @@ def remote_attention(
 
     Effects:
         With placeholders of a RemoteCache: stores the layer's pending k and v, one round trip; or,
-        of a prompt with nothing before it, in the background.
+        of a prompt that is attended to here, in the background.
         With ordinary tensors: none.
 
     Raises:
@@ -94,20 +95,42 @@ def remote_attention(
             out = attend_here(*layer.prompt)
             layer.upload(padding)
             return refuse_backward(out, query, key, value), None
-        out = layer.attend(
-            query,
-            seen,
-            first_key=ticket.start,
-            scale=scale,
-            softcap=softcap,
-            sinks=s_aux,
-            bias=_bias(position_bias, query.shape[-2]),
-            padding=padding,
-        )
+        bias = _bias(position_bias, query.shape[-2])
+        if bias is None and layer.attends_behind(query, seen, padding):
+            out = layer.attend_behind(
+                query,
+                seen,
+                _among_new(attention_mask, seen, query),
+                scale=scale,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+            layer.upload(padding)
+        else:
+            out = layer.attend(
+                query,
+                seen,
+                first_key=ticket.start,
+                scale=scale,
+                softcap=softcap,
+                sinks=s_aux,
+                bias=bias,
+                padding=padding,
+            )
     except BaseException:
         layer.retract()  # the tokens of this layer are not stored, and must not seem to be
         raise
     return refuse_backward(out, query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _among_new(mask: torch.Tensor | None, seen: Seen, query: torch.Tensor) -> torch.Tensor | None:
+    """Return what new tokens see of each other; None: all up to their own."""
+    if isinstance(mask, RemoteMask):
+        return mask.among_new
+    tokens = query.shape[-2]
+    if seen.window is None or seen.window >= tokens:
+        return None
+    return newest_seen(tokens, tokens, seen.window, query.device)
 
 
 def _padding(

@@ -12,6 +12,7 @@ import torch
 
 from kvservice_client._hf_compat import CacheLayerMixin
 from kvservice_client._hf_mask import Seen
+from kvservice_client._hf_past import Partial, attend_new, merge
 from kvservice_client._hf_session import SharedSession
 from kvservice_client._hf_tensors import RemoteKV, Ticket, refuse_backward
 
@@ -202,10 +203,80 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
             padding: News of padding, bool[rows, length].
         """
         assert self.pending is not None, "nothing is pending"
-        self.shared.upload(self, self.index, *self.pending, padding)
+        k, v = self.pending
+        new = None if padding is None else padding[:, self.length - k.shape[-2] :]
+        self.shared.upload(self, self.index, k, v, new)
         self.pending = None
         if padding is not None:
             self.shared.padding = padding
+
+    def attends_behind(
+        self, query: torch.Tensor, seen: Seen, padding: npt.NDArray[np.bool_] | None
+    ) -> bool:
+        """Whether the decoder attends to the new tokens itself, and workers to those before."""
+        if self.pending is None or query.shape[-2] == 1:
+            return False
+        if not isinstance(seen.mask, str) or seen.mask == "full":
+            return False
+        k, v = self.pending
+        past = self.length - k.shape[-2]
+        if past != seen.query_position or query.shape[-2] != k.shape[-2] or not past:
+            return False
+        return self.shared.attends_behind(k, v, past, padding)
+
+    def attend_behind(
+        self,
+        query: torch.Tensor,
+        seen: Seen,
+        among_new: torch.Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend here from new tokens to each other, and on the workers to all before them.
+
+        Args:
+            query: [rows, heads, tokens, dim].
+            among_new: bool[rows, 1, tokens, tokens]: what they see of each other. None: all up to
+                their own.
+
+        Returns:
+            [rows, heads, tokens, v_dim], of the query's dtype and device.
+
+        Effects:
+            None: what is pending stays so.
+        """
+        assert self.pending is not None, "nothing is pending"
+        masks = () if among_new is None else (among_new.expand(len(query), -1, -1, -1),)
+        q, k, v, *seen_new = self.shared.as_stored(query.detach(), *self.pending, *masks)
+        new: list[Partial] = []
+
+        def attend_to_new() -> None:
+            if not new:
+                mask = seen_new[0] if seen_new else None
+                new.append(attend_new(q, k, v, mask, scale=scale, softcap=softcap))
+
+        # Later queries of a window see nothing of the past.
+        num_queries = q.shape[-2] if seen.window is None else min(q.shape[-2], seen.window - 1)
+        if num_queries:
+            past = self.shared.attend_past(
+                self.index,
+                q[:, :, :num_queries],
+                query_positions=seen.query_position,
+                scale=scale,
+                mask=seen.mask,
+                window=seen.window,
+                chunk=seen.chunk,
+                softcap=softcap,
+                meanwhile=attend_to_new,
+            )
+            out = merge(new[0], past, None if sinks is None else sinks.detach())
+        else:
+            attend_to_new()
+            out = merge(new[0], None, sinks)
+        out = out.to(query.dtype)
+        return out if len(out) == len(query) else out[self.shared.rows]
 
     def attend(
         self,
@@ -229,6 +300,8 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         Returns:
             [rows, heads, queries, v_dim], of the query's dtype and device.
         """
+        if self.pending is not None and self.shared.stores_apart():
+            self.flush()
         session = self.shared.opened()
         k, v = self.pending if self.pending is not None else (None, None)
         columns = bias is not None or isinstance(seen.mask, torch.Tensor)

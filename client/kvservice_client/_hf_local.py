@@ -39,7 +39,7 @@ def local_attention(
     if isinstance(mask, RemoteMask):
         mask = mask.seen if needs_scores else mask.local
     elif mask is None and is_causal and (window is not None or needs_scores):
-        mask = _newest_seen(query.shape[-2], key.shape[-2], window, query.device)
+        mask = newest_seen(query.shape[-2], key.shape[-2], window, query.device)
     if not needs_scores:
         out: torch.Tensor = sdpa_attention_forward(
             module,
@@ -69,7 +69,7 @@ def local_attention(
     return out.transpose(1, 2).contiguous()
 
 
-def _newest_seen(
+def newest_seen(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
     """Return bool[1, 1, queries, keys]: the queries are the newest keys, and see their window."""

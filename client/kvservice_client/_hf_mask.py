@@ -150,6 +150,23 @@ class RemoteMask(torch.Tensor):
         mask: torch.Tensor | None = sdpa_mask(**self.arguments)
         return mask
 
+    @cached_property
+    def among_new(self) -> torch.Tensor | None:
+        """bool[rows, 1, queries, queries]: what queries see of each other, where they are the
+        newest tokens. None: all up to their own."""
+        pattern, first, count = self.pattern, self.q_offset, int(self.arguments["q_length"])
+        is_triangle = (
+            pattern is not None
+            and pattern.causal
+            and pattern.chunk is None
+            and (pattern.window is None or pattern.window >= count)
+        )
+        padding = self.padding
+        if is_triangle and (padding is None or not padding[:, first : first + count].any()):
+            return None
+        columns = {"kv_offset": first, "kv_length": count, "allow_is_causal_skip": False}
+        return _tensor(sdpa_mask(**{**self.arguments, **columns}))
+
     def additive(self) -> torch.Tensor:
         """[rows, 1, queries, keys], floats: 0 where seen, the dtype's lowest number elsewhere."""
         zero = torch.zeros((), dtype=self.dtype, device=self.device)

@@ -1,8 +1,7 @@
-"""A prompt: the decoder attends to it itself, and sends its keys and values meanwhile.
+"""Keys and values of a prompt that the decoder attends to itself: on their way to the service.
 
-With nothing stored before, all keys that a query sees are at hand, so there is nothing to ask the
-service. What it needs is k and v, once for rows that are equal, and it needs them only by the next
-call of the session.
+It needs them only by the next step, so they are sent meanwhile, and those of rows that are equal
+once.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -51,6 +51,7 @@ class Uploads:
         self._waiting: deque[Upload] = deque()
         self._put: list[Upload] = []  # all since the last `settle`
         self._running = False
+        self._num_pauses = 0
         self._num_bytes = 0
         self._error: BaseException | None = None
 
@@ -67,6 +68,20 @@ class Uploads:
             if not self._running:
                 self._running = True
                 threading.Thread(target=self._carry_out, name="kvservice-upload").start()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let no further write begin: who calls the session meanwhile waits for one at most."""
+        self._pause(1)
+        try:
+            yield
+        finally:
+            self._pause(-1)
+
+    def _pause(self, change: int) -> None:
+        with self._changed:
+            self._num_pauses += change
+            self._changed.notify_all()
 
     def check(self) -> None:
         """Raise if a write has failed; do not wait for those under way."""
@@ -100,6 +115,7 @@ class Uploads:
     def _carry_out(self) -> None:
         while True:
             with self._changed:
+                self._changed.wait_for(lambda: not self._num_pauses)
                 if not self._waiting:
                     self._running = False
                     self._changed.notify_all()
@@ -149,6 +165,14 @@ def equal_rows(k: torch.Tensor, v: torch.Tensor) -> list[int] | None:
             numbers.append(len(first_of))
             first_of.append(row)
     return numbers if len(first_of) < len(numbers) else None
+
+
+def alike(first: Sequence[int], second: Sequence[int]) -> list[int] | None:
+    """Return which rows are equal by both of two numberings, numbered as they first appear; None
+    if all differ."""
+    numbers: dict[tuple[int, int], int] = {}
+    both = [numbers.setdefault(pair, len(numbers)) for pair in zip(first, second, strict=True)]
+    return both if len(numbers) < len(both) else None
 
 
 def first_rows(numbers: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,19 @@ import torch
 
 from kvservice_client._client import Client
 from kvservice_client._hf_mask import RemoteMask
-from kvservice_client._hf_prompt import Layer, Uploads, are_folded, equal_rows, first_rows
+from kvservice_client._hf_past import Partial
+from kvservice_client._hf_prompt import (
+    Layer,
+    Uploads,
+    alike,
+    are_folded,
+    equal_rows,
+    first_rows,
+)
 from kvservice_client._session import Session
+
+MIN_TOKENS_ONCE: Final = 16
+"""A prompt for equal rows that is at least as long is worth making them one, and several again."""
 
 
 class RemoteFetchWarning(UserWarning):
@@ -41,11 +53,13 @@ class SharedSession:
 
     Fields:
         windows: Of each remote layer, in the order of the session's layers.
-        local_prompts: Whether the decoder attends to a prompt itself.
+        prompts: "local", "remote" or "auto": where prompts are attended to.
         session: None until the first update, and after a reset. Calls go through `opened`.
         uploads: Keys and values of a prompt on their way to the session.
         rows: Which row of the session each row of the cache is, while equal rows are stored once;
             None: they are the same.
+        alike: Numbers of rows, the same for those that are known to hold the same; None: all may
+            differ.
         recording: Whether what leaves a window must be kept, for a crop to come.
         floor: Length in tokens to which a crop may go back without missing an evicted position.
         step_start: Length of every layer when the step in progress began; None: look again.
@@ -53,13 +67,13 @@ class SharedSession:
     """
 
     def __init__(
-        self, client: Client, mode: str, options: OpenOptions, local_prompts: bool = True
+        self, client: Client, mode: str, options: OpenOptions, prompts: str = "auto"
     ) -> None:
         self.client = client
         self.mode = mode
         self.options = options
         # Spread over workers, a prompt is attended by all of them at the same time.
-        self.local_prompts = local_prompts and mode != "fetch" and options.spread == 1
+        self.prompts = "remote" if mode == "fetch" or options.spread > 1 else prompts
         self.windows: list[int | None] = []
         self.session: Session | None = None
         self.recording = False
@@ -72,7 +86,10 @@ class SharedSession:
         self.session = None
         self.uploads = Uploads()
         self.rows: list[int] | None = None
-        self._began: set[int | None] = set()  # windows whose layers have taken pages
+        self.alike: list[int] | None = None
+        self._alike_before: list[int] | None = None  # as the step in progress began
+        self._is_local: bool | None = None  # how its prompt is attended to; None: undecided
+        self._began: set[int | None] = set()  # windows whose layers have taken the step's pages
         self.floor = 0
         self.step_start: int | None = 0
         self.padding: npt.NDArray[np.bool_] | None = None
@@ -120,9 +137,97 @@ class SharedSession:
         assert self.session is not None, "no session before the first update"
         self.uploads.finish()
         if self.rows is not None:
-            self.session.select(self.rows)
+            self.session.pop(0)  # completes a change of rows that was cut off
+            if self.session.num_rows != len(self.rows):
+                self.session.select(self.rows)
             self.rows = None
         return self.session
+
+    @property
+    def local_prompts(self) -> bool:
+        """Whether the decoder attends to a prompt itself."""
+        return self.prompts != "remote"
+
+    def attends_behind(
+        self, k: torch.Tensor, v: torch.Tensor, past: int, padding: npt.NDArray[np.bool_] | None
+    ) -> bool:
+        """Whether the decoder attends to a step's new tokens itself, and workers to the past alone.
+
+        Decided with the step's first layer, for all of them: a worker takes a step as a whole.
+
+        Args:
+            k, v: [rows, heads, tokens, dim].
+            past: Tokens before them.
+            padding: News of padding, bool[rows, past + tokens].
+
+        Raises:
+            KVServiceError: Keys and values of an earlier step could not be stored.
+        """
+        if not self.local_prompts or self._is_local is False or self._marks_older(padding, past):
+            return False
+        if self._is_local is None:
+            rows = self._equal_rows(k, v)
+            # What equal rows save is more than what is lost where decoder and worker share cores.
+            once = rows is not None and k.shape[-2] >= MIN_TOKENS_ONCE
+            if self.prompts != "local" and not once:
+                return False
+            self.uploads.finish()
+            self._fold(rows)
+            self._is_local = True
+        return True
+
+    def stores_apart(self) -> bool:
+        """Whether the step in progress stores its tokens without attending to them.
+
+        If that is undecided, it is not: a layer is about to do both at once.
+        """
+        self._is_local = bool(self._is_local)
+        return self._is_local
+
+    def _marks_older(self, padding: npt.NDArray[np.bool_] | None, past: int) -> bool:
+        """Whether news of padding is about tokens that are stored already."""
+        if padding is None:
+            return False
+        known = 0 if self.padding is None else int(self.padding[:, :past].sum())
+        return int(padding[:, :past].sum()) > known
+
+    def _equal_rows(self, k: torch.Tensor, v: torch.Tensor) -> list[int] | None:
+        """Return which rows hold the same and get the same, numbered; None if none do."""
+        before = self._alike_before if self.rows is None else self.rows
+        if before is None or self.options.reserve_tokens is not None:
+            return None
+        equal = equal_rows(k, v)
+        return None if equal is None else alike(before, equal)
+
+    def _fold(self, rows: list[int] | None) -> None:
+        """Let rows with the same number be one row of the session."""
+        assert self.session is not None, "there is a past"
+        if rows != self.rows or self.session.num_rows == self.num_rows:
+            session = self.opened()
+            if rows is not None:
+                self.rows = rows  # first: it may be carried out although it fails
+                session.select(first_rows(rows))
+
+    def as_stored(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return tensors with a row for each row of the session; those that differ part rows."""
+        if self.rows is None:
+            return tensors
+        if not all(are_folded(one, self.rows) for one in tensors):
+            self.opened()
+            return tensors
+        chosen = first_rows(self.rows)
+        return tuple(one[chosen] for one in tensors)
+
+    def attend_past(self, index: int, q: torch.Tensor, **how: Any) -> Partial:
+        """Attend from new tokens to what a layer had stored before them.
+
+        Args:
+            q: [rows of the session, heads, tokens, dim].
+            how: As for `Session.attend_partial`.
+        """
+        assert self.session is not None, "there is a past"
+        with self.uploads.paused():
+            return Partial(*self.session.attend_partial(index, q, **how))
 
     def upload(
         self,
@@ -132,7 +237,7 @@ class SharedSession:
         v: torch.Tensor,
         padding: npt.NDArray[np.bool_] | None,
     ) -> None:
-        """Store a layer's first k and v while the decoder goes on.
+        """Store a layer's new k and v while the decoder goes on.
 
         The first layer of each window is waited for: it takes the pages of all of them, so that
         most of what a service can refuse is refused before anything has been computed.
@@ -141,20 +246,14 @@ class SharedSession:
             k, v: [rows, heads, tokens, dim].
             padding: bool[rows, tokens]; None: as the layer before has said.
         """
-        assert self.session is not None, "no session before the first update"
-        session, rows = self.session, self.rows
-        if rows is not None:
-            told = None if padding is None else torch.from_numpy(padding)
-            if not all(are_folded(one, rows) for one in (k, v, told) if one is not None):
-                session, rows = self.opened(), None
-        if rows is not None:
-            chosen = first_rows(rows)
-            k, v = k[chosen], v[chosen]
-            padding = None if padding is None else padding[chosen]
-        k, v = k.cpu(), v.cpu()
+        told = () if padding is None else (torch.from_numpy(padding),)
+        k, v, *told_once = self.as_stored(k, v, *told)
+        padding = told_once[0].numpy() if told_once else None
+        k, v, session, floor = k.cpu(), v.cpu(), self.session, self.floor
+        assert session is not None, "no session before the first update"
 
         def write() -> None:
-            session.write(index, k, v, padding=padding)
+            session.write(index, k, v, padding=padding, queries_from=floor)
 
         window = self.windows[index]
         if window not in self._began:
@@ -173,6 +272,9 @@ class SharedSession:
     def begin_step(self, length: int) -> None:
         """Note that all layers are at `length` and more tokens follow."""
         self.step_start = length
+        self._alike_before, self.alike = self.alike, None
+        self._is_local = None
+        self._began.clear()
         if not self.recording:
             self.floor = length
         if self.session is not None:
@@ -186,7 +288,12 @@ class SharedSession:
         if self.padding is not None:
             self.padding = self.padding[:, :length]
 
-    def select_padding(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
+        """Let new row i continue old row rows[i]."""
+        known = self.rows or self.alike or range(self.num_rows)
+        chosen = [known[row] for row in rows]
+        self.opened().select(rows)
+        self.alike = alike(chosen, chosen)
         self._told = None
         if self.padding is not None:
             self.padding = self.padding[list(rows)]
@@ -251,6 +358,7 @@ class SharedSession:
 
     def fork(self) -> SharedSession:
         """Return a copy that shares the pages, copy-on-write. One call."""
+        self.alike = self.rows or self.alike
         forked = None if self.session is None else self.opened().fork()
         copy = SharedSession.__new__(SharedSession)
         copy.__dict__.update(self.__dict__)

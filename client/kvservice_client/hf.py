@@ -25,6 +25,7 @@ from kvservice_client._session import Session
 __all__ = ["RemoteCache", "RemoteFetchWarning", "use_remote_attention"]
 
 MODES: Final = ("attend", "fetch", "auto")
+PROMPTS: Final = ("auto", "local", "remote")
 
 
 class RemoteCache(DynamicCache):  # type: ignore[misc]
@@ -48,9 +49,13 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         ttl_s: Seconds that the session outlives its last call.
         replicas: Copies of every page.
         spread: Workers that share the first tokens.
-        prompts: "local": a prompt with nothing before it is attended to in this process while its
-            keys and values are sent. "remote": where the pages are, as all else; better where
-            the workers compute faster, and what is done in any case with `spread`.
+        prompts: Where prompts are attended to, meaning several tokens at a time. "auto": with
+            nothing before them in this process, while their keys and values are sent; behind other
+            tokens where the pages are, unless rows that are equal can be one. "local": behind
+            other tokens too they attend to each other in this process, and only to those before
+            them where the pages are; for decoders that compute faster than workers, or have cores
+            of their own. "remote": where the pages are, as all else; better where the workers
+            compute faster, and what is done in any case with `spread`.
 
     Raises:
         ValueError: An unknown mode, or a config with layers whose state is not keys and values.
@@ -71,18 +76,18 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         ttl_s: float = 60.0,
         replicas: int = 1,
         spread: int = 1,
-        prompts: str = "local",
+        prompts: str = "auto",
     ) -> None:
         if isinstance(client, PreTrainedConfig):
             raise TypeError("RemoteCache takes the client first, then the config")
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if prompts not in ("local", "remote"):
-            raise ValueError(f"prompts must be local or remote, got {prompts!r}")
+        if prompts not in PROMPTS:
+            raise ValueError(f"prompts must be one of {', '.join(PROMPTS)}, got {prompts!r}")
         options = OpenOptions(page_size, max_tokens, reserve_tokens, ttl_s, replicas, spread)
         client = current_client() if client is None else client
         super().__init__()
-        self._shared = SharedSession(client, mode, options, prompts == "local")
+        self._shared = SharedSession(client, mode, options, prompts)
         self.layers = [] if config is None else layers_of(config, self._shared)
 
     # -- sessions
@@ -95,6 +100,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         client: Client | None = None,
         config: Any = None,
         mode: str = "auto",
+        prompts: str = "auto",
     ) -> RemoteCache:
         """Take over a session that another cache has left, at its stored length.
 
@@ -105,7 +111,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
             SessionNotFound: It was released or has expired.
             ValueError: The session does not fit the config, or its rows differ in length.
         """
-        cache = cls(client, config, mode=mode)
+        cache = cls(client, config, mode=mode, prompts=prompts)
         cache._adopt(cache._shared.client.attach(session_id))
         return cache
 
@@ -118,6 +124,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         client: Client | None = None,
         config: Any = None,
         mode: str = "auto",
+        prompts: str = "auto",
     ) -> RemoteCache:
         """Begin with the first `token_count` tokens of another session (None: all), sharing its
         pages. The other one goes on undisturbed.
@@ -127,7 +134,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
             PositionOutOfRange: It is shorter, or a window has evicted what would be seen.
             ValueError: The session does not fit the config, or its rows differ in length.
         """
-        cache = cls(client, config, mode=mode)
+        cache = cls(client, config, mode=mode, prompts=prompts)
         cache._adopt(cache._shared.client.fork(session_id, token_count))
         return cache
 
@@ -307,8 +314,7 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         if shared.session is None:
             return
         self._flush()
-        shared.opened().select(rows)
-        shared.select_padding(rows)
+        shared.select(rows)
         for layer in self._remote():
             layer.version += 1
         index = torch.tensor(rows, dtype=torch.long)
