@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("kernel", "hop", "step", "rows", "load", "overload")
+NAMES = ("kernel", "hop", "step", "rows", "load", "openmp", "overload")
 BY_NAME_ONLY = ("gpu",)
 
 if __name__ == "__main__":
