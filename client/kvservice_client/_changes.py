@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvservice.core.errors import (
+    Conflict,
     Draining,
     KVServiceError,
     Overloaded,
@@ -26,6 +27,11 @@ from kvservice_client._leases import Lease, Leases
 from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopiesChanged, Links
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._padding import Padding
+
+T = TypeVar("T")
+
+MAX_LATE: Final = 8
+"""How many calls that were given up may arrive one by one while a cut is made."""
 
 TELL_TIMEOUT_S: Final = 1.0
 """How long a manager is waited for that decoding does not need."""
@@ -144,7 +150,21 @@ class Changes:
         lost = mirror.find_lost()
         if lost is not None and any(map(int.__gt__, keep, lost.starts)):
             raise mirror.pages_lost()
-        self._pop(keep, self.refresh() if mirror.uncertain else {})
+        self._despite_late_calls(
+            lambda: self._pop(keep, self.refresh() if mirror.uncertain else {})
+        )
+
+    def _despite_late_calls(self, cut: Callable[[], T]) -> T:
+        """Cut again where a call that was given up has arrived between the question how much is
+        stored and the cut, which was refused as that is not so any more."""
+        for _ in range(MAX_LATE):
+            try:
+                return cut()
+            except Conflict:
+                if self._pending is not None or not self._mirror.is_late_possible:
+                    raise
+                self._mirror.uncertain = True
+        return cut()
 
     def _pop(self, keep: Sequence[int], stored: dict[Extent, Lengths]) -> None:
         mirror = self._mirror
@@ -169,6 +189,9 @@ class Changes:
         Raises:
             PagesLost: Another extent was found to be lost; what is left is known now.
         """
+        return self._despite_late_calls(self._roll_back)
+
+    def _roll_back(self) -> Lengths:
         mirror = self._mirror
         marks_older = mirror.step is not None and mirror.step.marks_older
         stored = self.refresh(is_cut_next=not marks_older) if mirror.uncertain else {}

@@ -28,7 +28,7 @@ from kvservice.config import ServerLimits
 from kvservice.core.caller import Caller
 from kvservice.core.said import Said
 from kvservice.server.app import GrpcServer
-from kvservice.v1 import worker_pb2
+from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.names import WORKER
 from kvservice_client import (
     Client,
@@ -60,6 +60,11 @@ class Hooked(WorkerService):
         self.go_on.set()
         self.confused = False
         self.num_attends = 0
+        self.before_pop: Callable[[], None] = lambda: None
+
+    def pop(self, request: types_pb2.PopRequest, caller: Caller) -> types_pb2.PopResponse:
+        self.before_pop()
+        return super().pop(request, caller)
 
     def attend_steadily(self, said: Said, caller: Caller) -> None:
         """Have all calls come to `attend`."""
@@ -440,8 +445,29 @@ def test_interrupted_calls(running: Running) -> None:
         interrupt_when(lambda: running.service.num_attends == 2)
         with pytest.raises(KeyboardInterrupt):
             driver.session.attend(0, *driver.tokens(1))
+        assert driver.session.roll_back() == (3, 3)
+        running.service.go_on.set()  # it comes after the cut, and is refused
+        driver.step()
+        driver.check_stored()
+
+
+def test_an_interrupted_call_arrives_before_the_cut(running: Running) -> None:
+    """After the client was told what is stored: it cuts again, what is stored by now."""
+
+    def arrive() -> None:
         running.service.go_on.set()
-        driver.session.roll_back()
+        eventually(lambda: running.worker.stats().appended_tokens == 2 * 4)
+
+    with over_grpc(running, timeout_s=10.0) as client:
+        driver = Driver.open(client, num_layers=1)
+        driver.step(3)
+        running.service.go_on.clear()
+        interrupt_when(lambda: running.service.num_attends == 2)
+        with pytest.raises(KeyboardInterrupt):
+            driver.session.attend(0, *driver.tokens(1))
+        running.service.before_pop = arrive
+        assert driver.session.roll_back() == (3, 3)
+        assert running.worker.stats().popped_tokens == 2
         driver.step()
         driver.check_stored()
 

@@ -557,7 +557,7 @@ def test_partials_merge_to_the_whole(
     if huge:  # scores far beyond what exp can take
         partials = [Partial(one.out, one.lse + np.float32(500), one.index) for one in partials]
         sinks = None if sinks is None else sinks + 500
-    merged = merge(partials, num_queries, None if sinks is None else sinks.astype(np.float32))
+    merged = merge(partials, num_queries, None if sinks is None else sinks.astype(np.float32)).out
     assert (
         np.abs(merged - expected).max() < 1e-4 if huge else np.abs(merged - expected).max() < 1e-5
     )
@@ -566,6 +566,8 @@ def test_partials_merge_to_the_whole(
 def test_merging_nothing() -> None:
     """Two empty sets are an empty set: 0, and no NaN."""
     empty = Partial(np.zeros((2, 1, 3), np.float32), np.full((2, 1), -np.inf, np.float32))
-    assert not merge([empty, empty], 2).any()
+    nothing = merge([empty, empty], 2)
+    assert not nothing.out.any()
+    assert np.isneginf(nothing.lse).all()
     only = Partial(np.ones((1, 1, 3), np.float32), np.zeros((1, 1), np.float32), np.array([1]))
-    assert merge([empty, only], 2)[:, 0, 0].tolist() == [0.0, 1.0]
+    assert merge([empty, only], 2).out[:, 0, 0].tolist() == [0.0, 1.0]
