@@ -7,7 +7,7 @@ are the same on every worker that it comes to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -197,6 +197,33 @@ def test_moves_under_a_decoder(two: Backend) -> None:
         stop.set()
         mover.join()
     assert not failures
+    twins.check()
+
+
+def test_a_layer_is_stored_while_the_others_are_copied(
+    two: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens may be older than the copy of the pages that hold them, and are copied as well."""
+    twins, original = Twins(two), peer.Source.pages
+    asked: list[object] = []
+
+    def pages(self: peer.Source, *args: Any) -> Any:
+        if not asked:
+            for layer in range(1, NUM_LAYERS):
+                twins.attend(layer, 3)
+        asked.append(args)
+        return original(self, *args)
+
+    def has_all(self: peer.Puller, pull: object, missing: Sequence[Any]) -> bool:
+        return not any(one.pages for one in missing)
+
+    monkeypatch.setattr(peer.Source, "pages", pages)
+    monkeypatch.setattr(peer.Puller, "_are_few", has_all)  # all is copied while the session is used
+    twins.attend(0, 3)
+    twins.move()
+    assert len(asked) > 1
+    twins.check()
+    twins.step()
     twins.check()
 
 

@@ -53,10 +53,12 @@ class Missing:
 
 @dataclass(slots=True)
 class Copied:
-    """A page that is here already: its number here, and when what it holds was written there."""
+    """A page that is here already: its number here, when what it holds was written there, and in
+    which layers that is here."""
 
     page: int
     written: int = NEVER
+    layers: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -247,12 +249,13 @@ class Arrivals:
     def stored(
         self, arrival: Arrival, missing: Missing, pages: Sequence[int], written: Sequence[int]
     ) -> None:
-        """Note that all layers of pages are here, as they were written then."""
+        """Note that pages are here in all layers that were missing, as they were written then."""
+        layers = frozenset(missing.layers)
         with self._lock:
             copied = arrival.copied[missing.window]
             for page, at in zip(pages, written, strict=True):
                 if page in copied:
-                    copied[page].written = at
+                    copied[page].written, copied[page].layers = at, layers
 
     def complete(self, arrival: Arrival, state: SessionState, ticket: int) -> None:
         """Make it the session that was frozen there, for whoever will say that it is ours.
@@ -410,11 +413,16 @@ def _missing(
     session: WorkerSession, group: GroupState, copied: Mapping[int, Copied], state: SessionState
 ) -> Missing:
     layers = tuple(layer for layer in state.lengths if session.window_of(layer) == group.window)
-    size = session.groups[group.window].page_size
+    size, needed = session.groups[group.window].page_size, frozenset(layers)
     return Missing(
         group.window,
         layers,
-        tuple(page for page, one in copied.items() if one.written < group.written.get(page, 0)),
+        tuple(
+            page
+            for page, one in copied.items()
+            # A layer that has come since may have been written before the others were copied.
+            if one.written < group.written.get(page, 0) or not needed <= one.layers
+        ),
         sum(size * state.geometries[layer].token_bytes for layer in layers),
     )
 
