@@ -263,7 +263,7 @@ def test_actors_are_where_they_belong(release: Release) -> None:
     """Each worker in a pod of its own, at the ports that the Services name; all pods are ready."""
     assert set(release.addresses().values()) == {f"{pod.address}:50061" for pod in release.workers}
     until(lambda: all(release.is_ready(pod) for pod in (release.manager, *release.workers)))
-    assert "2 of 2 workers are alive" in release.manager.containers["keeper"].log()
+    until(lambda: "2 of 2 workers are alive" in release.manager.containers["keeper"].log())
 
 
 def test_session_lies_on_both_workers(release: Release) -> None:
