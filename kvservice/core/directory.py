@@ -128,7 +128,7 @@ class Directory:
         self._left: set[str] = set()  # workers that were drained, and have not come back
         self._lost: LeaseTable[SessionKey] = LeaseTable()  # until when it is remembered
         self._epochs: LatestEpochs[SessionKey] = LatestEpochs()
-        self._copied: set[SessionKey] = set()  # sessions that are to have copies
+        self._copied: dict[SessionKey, None] = {}  # sessions that are to have copies, oldest first
 
     # What workers say
 
@@ -283,7 +283,7 @@ class Directory:
         worker.sessions[key] = report
         self._holders.setdefault(key, {})[worker_id] = None
         if report.replicas > 1:
-            self._copied.add(key)
+            self._copied[key] = None
         self.settle(key)
         latest = self._epochs.heard(key, report.epoch, worker.record.incarnation)
         for other_id in self._holders[key]:
@@ -467,7 +467,7 @@ class Directory:
             assert not (worker.dead and worker.sessions), "a dead worker lists sessions"
             assert worker.left_behind.keys() <= worker.sessions.keys()
         assert not num_listed, "a worker lists a session that does not list it"
-        assert self._copied <= self._holders.keys(), "copies of what is held by nobody"
+        assert self._copied.keys() <= self._holders.keys(), "copies of what is held by nobody"
 
     def _find(self, worker_id: str, incarnation: str) -> _Worker | None:
         worker = self._workers.get(worker_id)
@@ -490,7 +490,7 @@ class Directory:
         del holders[worker_id]
         if not holders:
             del self._holders[key]
-            self._copied.discard(key)
+            self._copied.pop(key, None)
             self._epochs.forget_at(key, now + report.ttl_s)
 
     def _state(self, worker: _Worker, now: float) -> WorkerState:
