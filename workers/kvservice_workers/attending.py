@@ -156,9 +156,12 @@ def slots_at(
 ) -> Slots:
     """Return pages and offsets of positions; see `token_slots`."""
     index, offsets = np.divmod(positions, page_size)
-    inside = index < table.shape[1]
-    pages = np.where(inside, table[rows, np.minimum(index, table.shape[1] - 1)], HOLE)
-    pages = pages.astype(np.int64)
+    width = table.shape[1]
+    if index.max(initial=0) < width:  # mostly: pages were provided
+        pages = table[rows, index].astype(np.int64)
+    else:
+        pages = np.where(index < width, table[rows, np.minimum(index, width - 1)], HOLE)
+        pages = pages.astype(np.int64)
     present = pages != HOLE
     if present.all():
         return pages, offsets, None

@@ -188,7 +188,7 @@ def check_accounts(sessions: Collection[Holder], pools: PoolSet, counters: Count
     promised = dict.fromkeys(held, 0)
     opened: dict[str, int] = {}  # by tenant
     pages: dict[str, int] = {}
-    owners: dict[tuple[int, int], str] = {}  # a page belongs to the tenant whose tables list it
+    listed: dict[tuple[str, int], set[int]] = {}  # a page belongs to the tenant that lists it
     for session in sessions:
         session.check()
         opened[session.tenant] = opened.get(session.tenant, 0) + 1
@@ -196,19 +196,19 @@ def check_accounts(sessions: Collection[Holder], pools: PoolSet, counters: Count
             ordinal = group.pool.ordinal
             promised[ordinal] += group.promised
             pages[session.tenant] = pages.get(session.tenant, 0) + group.promised
-            counts = held[ordinal]
+            counts, mine = held[ordinal], listed.setdefault((session.tenant, ordinal), set())
             for table in group.tables:
+                mine.update(table.entries)
                 for page in table.entries:
                     if page != HOLE:
                         counts[page] += 1
-                        owners[ordinal, page] = session.tenant
     used = 0
     for pool in pools:
         used += pool.pages.num_used
         assert promised[pool.ordinal] == pool.pages.num_reserved, "promises do not sum"
         assert held[pool.ordinal] == pool.pages.refcounts(), "a page's references do not sum"
-    for tenant in owners.values():
-        pages[tenant] = pages.get(tenant, 0) + 1
+    for (tenant, _), mine in listed.items():
+        pages[tenant] = pages.get(tenant, 0) + len(mine - {HOLE})
     kept = {tenant: count for tenant, count in pages.items() if count}
     assert kept == dict(pools.usage.pages), "tenants' pages do not sum"
     assert opened == dict(pools.usage.sessions), "tenants' sessions do not sum"
