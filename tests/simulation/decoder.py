@@ -104,6 +104,7 @@ class Decoder:
         spreads: Sequence[int] = (1,),
         replicas: Sequence[int] = (1,),
         rests: Sequence[float] = (0.5,),
+        thinks: Sequence[float] = (0.3,),
         on_done: Callable[[], None],
         may_fail: Callable[[KVServiceError], bool],
     ) -> None:
@@ -114,8 +115,9 @@ class Decoder:
         self.num_ops = num_ops
         self.ttl_s = ttl_s
         self.spreads, self.replicas = spreads, replicas
-        self.rests = rests
+        self.rests, self.thinks = rests, thinks
         self.story = story or Story("", [], num_layers)
+        self.is_ending = False
         self.session: Session | None = None
         self.state = empty(num_layers, 1)
         self.kept: list[Session] = []  # so that no finalizer runs at a time of its own
@@ -127,6 +129,11 @@ class Decoder:
     @property
     def holds_session(self) -> bool:
         return self.session is not None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it holds a session, and is not giving it back."""
+        return self.holds_session and not self.is_ending
 
     def run(self) -> None:
         try:
@@ -218,20 +225,14 @@ class Decoder:
         """What was acknowledged is on both copies, or the session knows that there is one."""
         session = self._session()
         for extent in session._mirror.extents:
-            held = []
+            held: list[tuple[int, int, int, dict[int, tuple[int, ...]]]] = []
             for copy in extent.copies:
                 worker = self.process.world.workers[copy.worker_id].worker
-                if worker.config.incarnation == copy.incarnation:
-                    held += [
-                        (
-                            info.epoch - self._is_copied_anew(worker, info.epoch),
-                            info.current_step,
-                            info.last_write,
-                            info.lengths,
-                        )
-                        for _, info in worker.list_sessions(None)
-                        if info.session_id == session.id
-                    ]
+                here = worker._sessions.peek(ANONYMOUS.tenant, session.id)
+                if worker.config.incarnation == copy.incarnation and here is not None:
+                    step = 0 if here.step is None else here.step.number
+                    epoch = here.epoch - self._is_copied_anew(worker, here.epoch)
+                    held.append((epoch, step, here.last_write, here.lengths))
             if self.replaced:
                 # The successor takes along the copy alone that had more when it looked, and what
                 # was on its way to the other still arrives there: both have answered at this epoch.
@@ -323,7 +324,7 @@ class Decoder:
 
     def _think(self) -> None:
         """Take time, so that what happens to others happens meanwhile."""
-        self.loop.sleep(self.process, self.rng.choice([0.0, 0.05, 0.3, 0.8]))
+        self.loop.sleep(self.process, self.rng.choice(self.thinks))
         if self.ends_unaware:
             raise Ended
 
@@ -507,6 +508,7 @@ class Decoder:
                 self._let_go(session)
 
     def _end(self) -> None:
+        self.is_ending = True
         for session in self.kept:
             self._let_go(session)
 

@@ -121,9 +121,16 @@ class Loop:
         self._hub.switch()
 
     def waker(self, process: Process) -> Callable[[], None]:
-        """Return what wakes the current task, in its process's time."""
+        """Return what wakes the current task, in its process's time. To be called by events."""
         resume = self._resume()
-        return lambda: self.later(0.0, resume, process)
+        return lambda: self.happen(resume, process)
+
+    def happen(self, event: Callable[[], Any], process: Process) -> None:
+        """Let something happen in a process, now, if it lives. To be called by events."""
+        if process.frozen:
+            process.stuck.append(event)
+        elif process.alive:
+            event()
 
     def _resume(self) -> Callable[[], Any]:
         task = getcurrent()

@@ -162,7 +162,7 @@ class Network:
             if server.waits:
                 self.loop.spawn(server.process, handle)
             else:
-                self.loop.later(0.0, handle, server.process)
+                self.loop.happen(handle, server.process)
 
         return arrive
 

@@ -23,6 +23,7 @@ from tests.simulation.world import HEARTBEAT_S, MANAGER, TTL_S, SimClient, SimWo
 PAGE_BYTES = 2 * 2 * 2 * 4  # 2 tokens of K and V, 2 float32 each, in one layer
 CALM = Weather()
 LATEST_S = 9.0  # from client to manager, and from there to a worker
+GIVING_BACK_S = 0.5  # so long faults may still meet what the last decoder gives back
 # Until a worker is back, and has been told what it is to free: when that was noticed, and a while
 # after, by the next heartbeat.
 FREED_WITHIN_S = 2.5 + DEAD_AFTER_S + 2 * HEARTBEAT_S + 0.5
@@ -79,8 +80,8 @@ class Scenario:
         for _ in range(1 if self.haunted else rng.choice([1, 1, 2])):
             client = self.world.start_client()
             for _ in range(rng.choice([1, 1, 2])):
-                long = self.haunted or self.moving
-                num_ops = rng.randint(20, 30) if long else rng.randint(6, 14)
+                long = self.haunted or self.moving  # as long as workers are away, or sessions move
+                num_ops = rng.randint(10, 18) if long else rng.randint(5, 12)
                 self._begin(client, num_ops=num_ops, story=None)
         if not self.calm:
             if rng.random() < 0.3 and not self.peaceful and not self.haunted:
@@ -93,11 +94,12 @@ class Scenario:
             if self.haunted:
                 self._watch_left_behind()
         if not self.haunted and self.world.expected > 1:
-            for _ in range(rng.choice([12, 24] if self.moving else [0, 1, 2, 4, 8])):
+            for _ in range(rng.choice([8, 16] if self.moving else [0, 1, 2, 4, 8])):
                 loop.later(rng.uniform(0.1, 6.0), self._move)
             if rng.random() < 0.25:
                 loop.later(rng.uniform(0.5, 4.0), self._drain)
-        loop.later(rng.uniform(12.0, 16.0) if self.haunted else rng.uniform(5.0, 12.0), self._heal)
+        heal_in_s = rng.uniform(12.0, 16.0) if self.haunted else rng.uniform(5.0, 12.0)
+        loop.later(heal_in_s, lambda: None if self.healing else self._heal())
         loop.run(self._is_done, 400.0)
         self._finish()
         return Report(self.seed, loop.trace, loop.num_events, self.faults, loop.log)
@@ -109,6 +111,8 @@ class Scenario:
         def done() -> None:
             self.open_decoders -= 1
             decoders.remove(decoder)
+            if not self.haunted:  # where what is left behind is to be freed without decoders
+                self.loop.later(GIVING_BACK_S, self._heal_unless_used)
 
         decoder = Decoder(
             client,
@@ -119,6 +123,7 @@ class Scenario:
             spreads=[2] if self.haunted else [1, 1, 2],
             replicas=[1, 2],
             rests=[0.5] if self.haunted else [0.5, 2.0, TTL_S + 2.0],
+            thinks=[0.0, 0.3, 0.8, 1.6] if self.haunted else [0.0, 0.05, 0.3, 0.8],
             on_done=done,
             may_fail=self._may_fail,
         )
@@ -284,7 +289,7 @@ class Scenario:
         client = self.rng.choice(self.world.clients)
         if self.hanging or not client.alive or client.frozen:
             return
-        if not all(decoder.holds_session for decoder in client.decoders):
+        if not all(decoder.goes_on for decoder in client.decoders):
             return
         self._note(f"replace {client.name}")
         client.freeze(1e6)
@@ -428,6 +433,11 @@ class Scenario:
         self.world.network.weather = CALM
 
     # -- the end
+
+    def _heal_unless_used(self) -> None:
+        """Wait no longer for faults that nobody would notice."""
+        if not (self.healing or self.open_decoders or self.hanging):
+            self._heal()
 
     def _heal(self) -> None:
         self.loop.note("all heals")

@@ -35,7 +35,13 @@ HEARTBEAT_TIMEOUT_S: Final = 5.0
 LOOK_S: Final = 0.1
 FEW_BYTES: Final = 64  # of pages, when sessions are moved: that is one or two
 CONFIG: Final = ClientConfig(timeout_s=6.0, detection_s=4.0, silence_s=3.0)
-READ_ONLY: Final = {"GetSession", "Read", "PageStats", "ListSessions"}
+# What changes one session, and its pages: that is checked at once, the whole soon.
+ON_ONE_SESSION: Final = {"Attend", "Write"}
+# What changes neither pages nor sessions, or begins a task that does.
+READ_ONLY: Final = {
+    *("GetSession", "Read", "PageStats", "ListSessions", "RenewLease", "FollowSession"),
+    *("CopyState", "CopyPages", "PullSession"),
+}
 
 
 class Inline(Executor):
@@ -145,8 +151,8 @@ class SimManager(Process):
         world.network.servers[MANAGER] = Server(self, self._handle, waits=True)
         self.directory = self.manager._routes._directory
         self._moves = self.manager._moves
+        self._looks = self._looks_after_moves = False
         self._tick()
-        self._tick_moves()
 
     def check(self) -> None:
         self.directory.check()
@@ -164,26 +170,26 @@ class SimManager(Process):
         return answered
 
     def _tick(self) -> None:
-        if self.directory.find_cut_off(self.loop.now):
+        now = self.loop.now
+        if not self._looks and self.directory.find_cut_off(now):
+            self._looks = True
             self.loop.spawn(self, self._look)
-        else:
-            self.loop.later(LOOK_S, self._tick, self)
+        if not self._looks_after_moves and (
+            self._moves._looked_after
+            or self.directory.leaving(now)
+            or self.directory.missing_copies(now)
+        ):
+            self._looks_after_moves = True
+            self.loop.spawn(self, self._look_after_moves)
+        self.loop.later(LOOK_S, self._tick, self)
 
     def _look(self) -> None:
         self.manager.look_after_workers()
-        self.loop.later(LOOK_S, self._tick, self)
-
-    def _tick_moves(self) -> None:
-        now = self.loop.now
-        waits = self.directory.leaving(now) or self.directory.missing_copies(now)
-        if self._moves._looked_after or waits:
-            self.loop.spawn(self, self._look_after_moves)
-        else:
-            self.loop.later(LOOK_S, self._tick_moves, self)
+        self._looks = False
 
     def _look_after_moves(self) -> None:
         self.manager.look_after_moves()
-        self.loop.later(LOOK_S, self._tick_moves, self)
+        self._looks_after_moves = False
 
 
 class Handle:
@@ -232,6 +238,7 @@ class SimWorker(Process):
         self._source = HeartbeatSource(self.worker)
         self._last: manager_pb2.HeartbeatRequest | None = None
         self._epochs: dict[WorkerSession, int] = {}
+        self._has_worked = False  # since all was checked
         world.network.servers[name] = Server(self, self._handle, waits=False)
         self.loop.later(EXPIRY_S, self._expire, self)
         self.loop.spawn(self, self._report)
@@ -256,19 +263,30 @@ class SimWorker(Process):
         try:
             answer = getattr(self._service, snake_case(method))(request, caller)
         finally:
-            if method not in READ_ONLY and self.alive:
+            self._has_worked = True
+            if method in ON_ONE_SESSION:
+                self._check_session(request.session_id, caller)
+            elif method not in READ_ONLY and self.alive:
                 self._check()
         return answer
 
+    def _check_session(self, session_id: str, caller: Caller) -> None:
+        session = self.worker._sessions.peek(caller.tenant, session_id)
+        if session is not None and self.alive:
+            session.check()
+            for group in session.groups.values():
+                group.pool.check()
+
     def _check(self) -> None:
         """Assert that all is accounted for, and that no epoch has gone back."""
+        self._has_worked = False
         self.worker.check()
         for session in self.worker._sessions.all():
             assert session.epoch >= self._epochs.get(session, 0), "an epoch has gone back"
             self._epochs[session] = session.epoch
 
     def _expire(self) -> None:
-        if self.worker.expire():
+        if self.worker.expire() or self._has_worked:
             self._check()
         deadline = self.worker.next_deadline()
         assert deadline is None or deadline > self.loop.now - 1.0, "a lease is over, and goes on"
