@@ -14,6 +14,7 @@ import transformers
 
 from kvservice_client import DynamicCache, PagedCache, StaticCache
 from kvservice_client.hf import RemoteCache, use_remote_attention
+from kvservice_client.testing import eventually
 from tests.backends import Backend, embedded_backend
 from tests.e2e import models
 from tests.e2e.scenarios import World, generate, padded
@@ -63,6 +64,20 @@ def always_moving(backend: Backend) -> Iterator[Callable[[], int]]:
     assert not failures, failures
 
 
+class Paced(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Lets no more than three tokens be generated for each move, however fast the model is."""
+
+    def __init__(self, num_moves: Callable[[], int]) -> None:
+        self._num_moves = num_moves
+        self.num_tokens = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        del input_ids
+        self.num_tokens += 1
+        eventually(lambda: 3 * self._num_moves() >= self.num_tokens, timeout_s=30.0)
+        return scores
+
+
 @pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_generation_goes_on(backend: Backend, family: str, strategy: dict[str, Any]) -> None:
@@ -72,9 +87,11 @@ def test_generation_goes_on(backend: Backend, family: str, strategy: dict[str, A
     use_remote_attention(remote)
     cache = RemoteCache(backend.connect(), remote.config, page_size=2)
     with always_moving(backend) as num_moves:
-        world = World(family, remote, lambda: None)
-        tokens, logits = generate(world, ids, cache, attention_mask=mask, **strategy)
-        assert num_moves() > 1
+        world, paced = World(family, remote, lambda: None), Paced(num_moves)
+        options = {"attention_mask": mask, "logits_processor": [paced], **strategy}
+        tokens, logits = generate(world, ids, cache, **options)
+        assert paced.num_tokens == 12
+        assert num_moves() >= 4
     theirs = transformers.DynamicCache(config=local.config)
     world = World(family, local, lambda: None)
     expected, wanted = generate(world, ids, theirs, attention_mask=mask, **strategy)
