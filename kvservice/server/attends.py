@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvservice.clock import Clock
@@ -36,15 +37,19 @@ class AttendService(Protocol):
         """Return the frame of the answer; None: take `attend`, nothing has changed."""
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class Answers(ABC):
     """Answers the calls of one stream or lane, in order. A call's error travels in its result."""
 
-    def __init__(self, service: AttendService, limits: ServerLimits, clock: Clock) -> None:
-        self._service = service
-        self._fragment_bytes = limits.fragment_bytes
-        self._clock = clock
+    service: AttendService
+    limits: ServerLimits
+    recorder: MethodRecorder
+    clock: Clock
+    _wholes: Wholes = field(init=False)
+
+    def __post_init__(self) -> None:
         self._wholes = Wholes(
-            worker_pb2.AttendRequest, worker_pb2.AttendCall, limits.max_message_bytes
+            worker_pb2.AttendRequest, worker_pb2.AttendCall, self.limits.max_message_bytes
         )
 
     @abstractmethod
@@ -73,25 +78,25 @@ class Answers(ABC):
         Raises:
             InvalidRequest, TooLarge: Of the framing: nothing sensible can follow.
         """
-        began = self._clock.monotonic()
-        said = None if self._wholes.pending else self._service.read_attend(raw)
+        began = self.clock.monotonic()
+        said = None if self._wholes.pending else self.service.read_attend(raw)
         if said is not None and not said.begins:
             try:
-                frame = self._service.attend_steadily(said, self._admit_said(said))
+                frame = self.service.attend_steadily(said, self._admit_said(said))
             except Exception as error:
                 return self._failed(said.call_id, error, began)
             if frame is not None:
-                self._served(self._clock.monotonic() - began)
-                return _whole_or_pieces(frame, self._fragment_bytes)
+                self._served(self.clock.monotonic() - began)
+                return _whole_or_pieces(frame, self.limits.fragment_bytes)
         call = self._wholes.add(raw)
         if call is None:
             return ()
         try:
-            result = self._service.attend(call, self._admit(call), said)
+            result = self.service.attend(call, self._admit(call), said)
         except Exception as error:
             return self._failed(call.call_id, error, began)
-        self._served(self._clock.monotonic() - began)
-        return frames(result, self._fragment_bytes)
+        self._served(self.clock.monotonic() - began)
+        return frames(result, self.limits.fragment_bytes)
 
     def end(self) -> None:
         """There are no more frames.
@@ -103,77 +108,56 @@ class Answers(ABC):
 
     def _failed(self, call_id: int, error: Exception, began: float) -> Iterable[bytes]:
         told = self._mapped(error)
-        self._refused(told.code.name, self._clock.monotonic() - began)
+        self._refused(told.code.name, self.clock.monotonic() - began)
         result = worker_pb2.AttendResult(call_id=call_id, error=status.to_status(told))
-        return frames(result, self._fragment_bytes)
+        return frames(result, self.limits.fragment_bytes)
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class LaneAnswers(Answers):
     """The answers of a lane, whose frames are counted with its calls."""
 
-    def __init__(
-        self,
-        credential: Credential,
-        *,
-        guard: Guard,
-        service: AttendService,
-        limits: ServerLimits,
-        recorder: MethodRecorder,
-        clock: Clock,
-    ) -> None:
-        super().__init__(service, limits, clock)
-        self._credential = credential
-        self._guard = guard
-        self._recorder = recorder
+    credential: Credential
+    guard: Guard
 
     def _admit(self, call: worker_pb2.AttendCall) -> Caller:
-        return self._guard.admit_attend(self._credential, call)
+        return self.guard.admit_attend(self.credential, call)
 
     def _admit_said(self, said: Said) -> Caller:
-        return self._guard.admit_attend(self._credential, said)
+        return self.guard.admit_attend(self.credential, said)
 
     def _mapped(self, error: Exception) -> KVServiceError:
         return explained(error, "Attend")
 
     def _served(self, seconds: float) -> None:
-        self._recorder.carried(seconds)
+        self.recorder.carried(seconds)
 
     def _refused(self, code: str, seconds: float) -> None:
-        self._recorder.received()
-        self._recorder.sent()
-        self._recorder.answered(code, seconds)
+        self.recorder.received()
+        self.recorder.sent()
+        self.recorder.answered(code, seconds)
 
 
+@dataclass(kw_only=True, eq=False, slots=True)
 class StreamAnswers(Answers):
     """The answers of an Attend stream over gRPC, whose messages are counted as they pass."""
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        *,
-        service: AttendService,
-        limits: ServerLimits,
-        recorder: MethodRecorder,
-        clock: Clock,
-    ) -> None:
-        super().__init__(service, limits, clock)
-        self._rpc = rpc
-        self._recorder = recorder
+    rpc: Rpc
 
     def _admit(self, call: worker_pb2.AttendCall) -> Caller:
-        return self._rpc.admit(call)
+        return self.rpc.admit(call)
 
     def _admit_said(self, said: Said) -> Caller:
-        return self._rpc.admit_streamed(said)
+        return self.rpc.admit_streamed(said)
 
     def _mapped(self, error: Exception) -> KVServiceError:
-        return self._rpc.mapped(error)
+        return self.rpc.mapped(error)
 
     def _served(self, seconds: float) -> None:
-        self._recorder.answered("OK", seconds)
+        self.recorder.answered("OK", seconds)
 
     def _refused(self, code: str, seconds: float) -> None:
-        self._recorder.answered(code, seconds)
+        self.recorder.answered(code, seconds)
 
 
 def _whole_or_pieces(frame: bytes, limit: int) -> Iterable[bytes]:

@@ -212,7 +212,7 @@ class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 with self._calls.watched(context, timeout_s=idle_s) as stream:
                     stream.has_ended = rpc.identify()
                     answers = StreamAnswers(
-                        rpc,
+                        rpc=rpc,
                         service=self._service,
                         limits=self._limits,
                         recorder=method.recorder,

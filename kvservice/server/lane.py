@@ -218,7 +218,7 @@ class LaneServer:
             connection.pipe.set_timeout(self._limits.idle_stream_s)
             with self._guard.calls.one(credential.caller.tenant):
                 answers = LaneAnswers(
-                    credential,
+                    credential=credential,
                     guard=self._guard,
                     service=self._service,
                     limits=self._limits,
