@@ -53,12 +53,10 @@ class Missing:
 
 @dataclass(slots=True)
 class Copied:
-    """A page that is here already: its number here, when what it holds was written there, and in
-    which layers that is here."""
+    """A page that is here already: its number here, and when what it holds was written there."""
 
     page: int
     written: int = NEVER
-    layers: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +68,7 @@ class Arrival:
         session: As it will be.
         source: The incarnation that it comes from.
         copied: By window, then by the page's number there.
+        layers: By window, those in which pages are copied.
         ticket: By which it is to be had, once complete.
         left_s, ends_at: How much of its lease is left; when it is over, once complete.
         keeps: The other worker holds it too, from then on.
@@ -81,6 +80,7 @@ class Arrival:
     source: str
     keeps: bool = False
     copied: dict[int | None, dict[int, Copied]] = field(default_factory=dict)
+    layers: dict[int | None, tuple[int, ...]] = field(default_factory=dict)
     complete: bool = False
     ticket: int = 0
     left_s: float = 0.0
@@ -215,10 +215,7 @@ class Arrivals:
             self._make_room(arrival, wanted)
             for window, pages in wanted.items():
                 self._hold(arrival, session.groups[window], arrival.copied[window], pages)
-            return [
-                _missing(session, group, arrival.copied[group.window], state)
-                for group in state.groups
-            ]
+            return [_missing(arrival, group, state) for group in state.groups]
 
     def store(
         self, arrival: Arrival, missing: Missing, pages: Sequence[int], copied: CopiedPages
@@ -249,13 +246,12 @@ class Arrivals:
     def stored(
         self, arrival: Arrival, missing: Missing, pages: Sequence[int], written: Sequence[int]
     ) -> None:
-        """Note that pages are here in all layers that were missing, as they were written then."""
-        layers = frozenset(missing.layers)
+        """Note that all layers of pages are here, as they were written then."""
         with self._lock:
             copied = arrival.copied[missing.window]
             for page, at in zip(pages, written, strict=True):
                 if page in copied:
-                    copied[page].written, copied[page].layers = at, layers
+                    copied[page].written = at
 
     def complete(self, arrival: Arrival, state: SessionState, ticket: int) -> None:
         """Make it the session that was frozen there, for whoever will say that it is ours.
@@ -409,20 +405,20 @@ def _listed(group: GroupState) -> dict[int, None]:
     return {page: None for table in group.tables for page in table if page != HOLE}
 
 
-def _missing(
-    session: WorkerSession, group: GroupState, copied: Mapping[int, Copied], state: SessionState
-) -> Missing:
-    layers = tuple(layer for layer in state.lengths if session.window_of(layer) == group.window)
-    size, needed = session.groups[group.window].page_size, frozenset(layers)
+def _missing(arrival: Arrival, group: GroupState, state: SessionState) -> Missing:
+    session, copied = arrival.session, arrival.copied[group.window]
+    mine = (layer for layer in state.lengths if session.window_of(layer) == group.window)
+    layers = tuple(sorted(mine))
+    size = session.groups[group.window].page_size
+    if arrival.layers.get(group.window) != layers:
+        # One that has come since may have been written before the others were copied.
+        arrival.layers[group.window] = layers
+        for one in copied.values():
+            one.written = NEVER
     return Missing(
         group.window,
         layers,
-        tuple(
-            page
-            for page, one in copied.items()
-            # A layer that has come since may have been written before the others were copied.
-            if one.written < group.written.get(page, 0) or not needed <= one.layers
-        ),
+        tuple(page for page, one in copied.items() if one.written < group.written.get(page, 0)),
         sum(size * state.geometries[layer].token_bytes for layer in layers),
     )
 
