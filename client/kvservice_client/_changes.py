@@ -245,7 +245,9 @@ class Changes:
         Raises:
             CopiesChanged: It has said more than can be taken back.
         """
-        self._pop(step.positions, self.refresh(is_cut_next=not step.marks_older))
+        self._despite_late_calls(
+            lambda: self._pop(step.positions, self.refresh(is_cut_next=not step.marks_older))
+        )
 
     def refresh(self, *, is_cut_next: bool = False) -> dict[Extent, Lengths]:
         """Ask the workers what they have stored, after a call whose outcome is unknown.
