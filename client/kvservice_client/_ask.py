@@ -111,13 +111,13 @@ class Ask:
 def read_ask(
     layer: int,
     q: Any,
-    k: Any,
-    v: Any,
+    k: Any = None,
+    v: Any = None,
     *,
     num_rows: int,
-    counts: Any,
-    pos: Any,
-    query_positions: Any,
+    counts: Any = None,
+    pos: Any = None,
+    query_positions: Any = None,
     **scoring: Any,
 ) -> Ask:
     """Check and pack the arguments of `Session.attend`; `scoring` as for `read_scoring`.
@@ -219,9 +219,9 @@ def read_scoring(
     chunk: int | None,
     scale: float | None,
     softcap: float | None,
-    sinks: Any,
-    bias: Any,
-    column_starts: Any,
+    sinks: Any = None,
+    bias: Any = None,
+    column_starts: Any = None,
 ) -> Scoring:
     """Check what is said about scores and masks.
 

@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from kvservice_client._hf_local import newest_seen
+
 MAX_SCORES: Final = 1 << 23
 """Scores that matrix products hold at a time (float32: 32 MiB, and a few copies of that)."""
 
@@ -49,8 +51,7 @@ def attend_new(
     if is_plain and q.shape[-1] == v.shape[-1]:
         return _by_flash(q, k, v, scale)
     if seen is None:
-        tokens = q.shape[-2]
-        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()[None, None]
+        seen = newest_seen(q.shape[-2], k.shape[-2], None, q.device)
     return _by_products(q, k, v, seen, scale, softcap)
 
 

@@ -321,19 +321,12 @@ class Session:
             ask = read_ask(
                 layer,
                 q,
-                None,
-                None,
                 num_rows=self._mirror.num_rows,
-                counts=None,
                 mask=mask,
                 window=window,
                 chunk=chunk,
                 scale=scale,
                 softcap=softcap,
-                sinks=None,
-                bias=None,
-                column_starts=None,
-                pos=None,
                 query_positions=query_positions,
             )
             ask.partial, ask.meanwhile = True, meanwhile
