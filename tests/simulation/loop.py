@@ -125,12 +125,16 @@ class Loop:
         resume = self._resume()
         return lambda: self.happen(resume, process)
 
-    def happen(self, event: Callable[[], Any], process: Process) -> None:
-        """Let something happen in a process, now, if it lives. To be called by events."""
-        if process.frozen:
-            process.stuck.append(event)
-        elif process.alive:
-            event()
+    def happen(self, event: Callable[[], Any], process: Process | None) -> None:
+        """Let something happen now; in a process, if it lives. To be called by events."""
+        if process is not None:
+            if not process.alive:
+                return
+            if process.frozen:
+                process.stuck.append(event)
+                return
+        self.num_events += 1
+        event()
 
     def _resume(self) -> Callable[[], Any]:
         task = getcurrent()
@@ -145,15 +149,8 @@ class Loop:
             at, _, process, event = heapq.heappop(self._events)
             assert at <= deadline, f"not done within {limit_s:g} s"
             self.now = max(self.now, at)
-            if process is not None:
-                if not process.alive:
-                    continue
-                if process.frozen:
-                    process.stuck.append(event)
-                    continue
-            self.num_events += 1
             with suppress(Crashed):  # of a process that has crashed in the middle of it
-                event()
+                self.happen(event, process)
 
     def _push(self, at: float, process: Process | None, event: Callable[[], Any]) -> None:
         self._serial += 1
