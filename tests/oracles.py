@@ -50,6 +50,44 @@ def dense_attention(
         return out.transpose(1, 0, 2), np.log(total).T
 
 
+def dense_rows(
+    q: npt.ArrayLike,
+    k: npt.ArrayLike,
+    v: npt.ArrayLike,
+    visible: npt.ArrayLike,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+) -> tuple[Floats, Floats]:
+    """As `dense_attention`, of a batch as decoders have it.
+
+    Args:
+        q, k, v: [num_rows, heads, tokens, dim], each with its own.
+        visible: Broadcastable to bool[num_rows, num_q_heads, num_tokens, num_positions].
+
+    Returns:
+        out f64[num_rows, num_q_heads, num_tokens, v_dim] and
+        lse f64[num_rows, num_q_heads, num_tokens].
+    """
+    by_token = [np.asarray(one, np.float64).transpose(0, 2, 1, 3) for one in (q, k, v)]
+    num_rows, num_tokens, num_heads, _ = by_token[0].shape
+    shape = (num_rows, num_heads, num_tokens, by_token[1].shape[1])
+    rows = [
+        dense_attention(
+            *row,
+            scale=scale,
+            softcap=softcap,
+            sinks=None if sinks is None else np.asarray(sinks, np.float64),
+        )
+        for row in zip(*by_token, np.broadcast_to(visible, shape), strict=True)
+    ]
+    return (
+        np.stack([out.transpose(1, 0, 2) for out, _ in rows]),
+        np.stack([lse.T for _, lse in rows]),
+    )
+
+
 def causal_visible(query_positions: npt.ArrayLike, positions: npt.ArrayLike) -> Bools:
     """Return bool[num_tokens, num_positions]: a query sees its own position and those before."""
     return np.greater_equal.outer(np.asarray(query_positions), np.asarray(positions))

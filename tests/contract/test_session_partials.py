@@ -10,6 +10,7 @@ import torch
 
 from kvservice_client import Client, InvalidRequest
 from tests.driving import Driver, close
+from tests.oracles import dense_rows
 
 PAST, NEW = 9, 5
 
@@ -18,19 +19,6 @@ def merged(*partials: Any) -> Any:
     """Return attention over the positions of all partials, as the docstring says."""
     lse = np.logaddexp.reduce([lse for _, lse in partials])
     return sum(out * np.exp(part - lse)[..., None] for out, part in partials)
-
-
-def dense(q: Any, k: Any, v: Any, seen: Any, softcap: float | None) -> Any:
-    """Attend densely in float64; return out and lse."""
-    k, v = (np.repeat(array.astype(np.float64), 2, axis=1) for array in (k, v))
-    scores = q.astype(np.float64) @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
-    scores = np.where(seen, scores, -np.inf)
-    with np.errstate(divide="ignore"):
-        lse = np.logaddexp.reduce(scores, axis=-1)
-    weights = np.exp(scores - np.where(np.isneginf(lse), 0.0, lse)[..., None])
-    return weights @ v, lse
 
 
 @pytest.mark.parametrize("spread", [1, 2])
@@ -55,10 +43,10 @@ def test_what_is_stored_and_what_is_not(start: Any, how: dict[str, Any], spread:
     seen = (keys <= queries) | (how.get("mask") == "full")
     seen = seen & (keys > queries - how.get("window", 99))
     seen = seen & (keys // how.get("chunk", 99) == queries // how.get("chunk", 99))
-    softcap = how.get("softcap")
-    new = dense(q, new_k, new_v, seen[:, PAST:], softcap)
+    how_scored = {"scale": q.shape[-1] ** -0.5, "softcap": how.get("softcap")}
+    new = dense_rows(q, new_k, new_v, seen[:, PAST:], **how_scored)
     whole = np.concatenate([k, new_k], axis=2), np.concatenate([v, new_v], axis=2)
-    expected, _ = dense(q, *whole, seen, softcap)
+    expected, _ = dense_rows(q, *whole, seen, **how_scored)
     close(merged(past, new), expected)
     assert driver.session.lengths(0) == (PAST, PAST)
     driver.step(NEW)

@@ -439,12 +439,7 @@ def test_the_end_of_a_process_whose_server_is_gone(running: Running) -> None:
 def test_interrupted_calls(running: Running) -> None:
     """Ctrl-C during a call leaves a session that can be rolled back."""
     with over_grpc(running, timeout_s=10.0) as client:
-        driver = Driver.open(client, num_layers=1)
-        driver.step(3)
-        running.service.go_on.clear()
-        interrupt_when(lambda: running.service.num_attends == 2)
-        with pytest.raises(KeyboardInterrupt):
-            driver.session.attend(0, *driver.tokens(1))
+        driver = interrupted(running, client)
         assert driver.session.roll_back() == (3, 3)
         running.service.go_on.set()  # it comes after the cut, and is refused
         driver.step()
@@ -459,17 +454,23 @@ def test_an_interrupted_call_arrives_before_the_cut(running: Running) -> None:
         eventually(lambda: running.worker.stats().appended_tokens == 2 * 4)
 
     with over_grpc(running, timeout_s=10.0) as client:
-        driver = Driver.open(client, num_layers=1)
-        driver.step(3)
-        running.service.go_on.clear()
-        interrupt_when(lambda: running.service.num_attends == 2)
-        with pytest.raises(KeyboardInterrupt):
-            driver.session.attend(0, *driver.tokens(1))
+        driver = interrupted(running, client)
         running.service.before_pop = arrive
         assert driver.session.roll_back() == (3, 3)
         assert running.worker.stats().popped_tokens == 2
         driver.step()
         driver.check_stored()
+
+
+def interrupted(running: Running, client: Client) -> Driver:
+    """Return a driver of three tokens whose next one the worker has, and has not looked at yet."""
+    driver = Driver.open(client, num_layers=1)
+    driver.step(3)
+    running.service.go_on.clear()
+    interrupt_when(lambda: running.service.num_attends == 2)
+    with pytest.raises(KeyboardInterrupt):
+        driver.session.attend(0, *driver.tokens(1))
+    return driver
 
 
 def interrupt_when(condition: Callable[[], bool]) -> None:

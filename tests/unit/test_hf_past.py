@@ -7,6 +7,7 @@ import torch
 
 from kvservice_client import _hf_past
 from kvservice_client._hf_past import Partial, attend_new, merge
+from tests.oracles import dense_rows
 
 
 def dense(
@@ -19,17 +20,9 @@ def dense(
     sinks: torch.Tensor | None,
 ) -> Partial:
     """Attend in float64, with whole matrices."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = q.double() @ k.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.double()[:, None])
-    weights = torch.where(scores.isneginf(), 0.0, torch.exp(scores - lse[..., None]))
-    return Partial(weights @ v, lse)
+    tensors = (one.double().numpy() for one in (q, k, v))
+    out, lse = dense_rows(*tensors, seen.numpy(), scale=scale, softcap=softcap, sinks=sinks)
+    return Partial(torch.from_numpy(out), torch.from_numpy(lse))
 
 
 def tokens(
