@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from kvservice.clock import SystemClock
 from kvservice_client import Client, connect
@@ -62,3 +63,12 @@ def _wait_for_workers(client: Client, num_workers: int) -> None:
 def stored_tokens(client: Client) -> dict[str, int]:
     """Return how many tokens each worker has stored since its start."""
     return {stats.worker_id: stats.appended_tokens for stats in client.page_stats()}
+
+
+def stands_still(pid: int) -> bool:
+    """Whether all threads of a process are stopped or dead, as a signal makes them in its time."""
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended: look again
+        return False
+    return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)

@@ -16,6 +16,7 @@ from kvservice.cluster.ports import free_ports
 from kvservice.core.errors import KVServiceError
 from kvservice.v1 import manager_pb2
 from kvservice_client import Client, ClientConfig, WorkerStats, connect
+from tests.processes import stands_still
 from tests.programs import ROOT
 from tests.serving import until
 
@@ -105,8 +106,8 @@ class Process:
     def freeze(self) -> None:
         self.signal(signal.SIGSTOP)
         assert self._popen is not None
-        stat = f"/proc/{self._popen.pid}/stat"
-        until(lambda: _state(stat) == "T")
+        pid = self._popen.pid
+        until(lambda: stands_still(pid))
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
@@ -285,11 +286,6 @@ def pages(client: Client) -> int:
         for stats in client.page_stats()
         for pool in stats.pools
     )
-
-
-def _state(stat: str) -> str:
-    with open(stat) as file:
-        return file.read().rpartition(")")[2].split()[0]
 
 
 def _status(pid: int, name: str) -> int:

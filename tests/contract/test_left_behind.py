@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 
@@ -23,7 +22,7 @@ from kvservice_client._connections import FRONT
 from kvservice_client.testing import eventually
 from tests.backends import Backend
 from tests.contract.conftest import Start
-from tests.contract.test_session_faults import QUICK, faulty
+from tests.contract.test_session_faults import IMPATIENT, QUICK, faulty
 from tests.driving import Driver
 from tests.failing import Failing
 
@@ -33,7 +32,7 @@ def test_old_parts_are_never_the_session(start: Start, taken_over: bool) -> None
     """A worker that is back has what the session held before: beside newer parts it is passed
     over, and when those are gone, all is lost."""
     backend = start(num_workers=2)
-    faults, client = faulty(backend)
+    faults, client = faulty(backend, QUICK)
     driver = Driver.open(client, spread=2, page_size=4)
     driver.step(8)
     extent = driver.session._mirror.extents[0]
@@ -128,7 +127,7 @@ def test_who_does_not_know_how_far_it_is_releases_its_own(
 def test_a_late_copy_opens_nothing_anew(start: Start) -> None:
     """An empty session by its id would hide that one was lost, whoever is asked for it."""
     backend = start()
-    faults, client = faulty(backend)
+    faults, client = faulty(backend, QUICK)
     driver = Driver.open(client, page_size=4)
     driver.step(5)
     request = types_pb2.AllocateRequest.FromString(faults.sent("Allocate")[0][1])
@@ -136,7 +135,7 @@ def test_a_late_copy_opens_nothing_anew(start: Start) -> None:
     backend.kill(0)
     backend.bury(0)
     backend.restart(0)
-    ask = backend.connect(config=replace(QUICK, timeout_s=0.2))._connections.ask
+    ask = backend.connect(config=IMPATIENT)._connections.ask
     with pytest.raises(WorkerLost):
         ask(FRONT, "Allocate", request)
     request.incarnation = extent.incarnation  # as the manager has forwarded it

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvservice_client import Client, ClientConfig, InvalidRequest, TooLarge, WorkerLost
+from kvservice_client import Client, InvalidRequest, TooLarge, WorkerLost
 from kvservice_workers import snapshot
 from tests.backends import Backend
 from tests.contract.conftest import Start
+from tests.contract.test_session_faults import IMPATIENT
 from tests.driving import Driver
 from tests.faults import Faults
 
@@ -116,7 +117,7 @@ def test_what_a_lost_answer_has_told(start: Start) -> None:
     """What became padding by a call that was given up is padding, as the worker has it."""
     backend = start()
     faults = Faults(backend.dial)
-    client = backend.connect(dial=faults.dial, config=ClientConfig(timeout_s=0.3))
+    client = backend.connect(dial=faults.dial, config=IMPATIENT)
     driver = Driver.open(client, num_rows=1, page_size=4)
     driver.step(6)
     later = np.array([[False, True, False, False, False, False, False]])

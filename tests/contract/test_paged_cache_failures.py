@@ -269,7 +269,7 @@ def test_pop_to_what_a_dead_worker_has_left(backend: Backend) -> None:
 
 def test_a_worker_that_cannot_be_reached(backend: Backend) -> None:
     """One that lives, but that no way leads to, has lost nothing: the cache goes on with it."""
-    faults, pair = faulty(backend, replace(SUSPICIOUS, timeout_s=0.5))
+    faults, pair = faulty(backend, replace(SUSPICIOUS, timeout_s=1.5))
     faults.cut(worker_address(faults))
     with pytest.raises(WorkerLost):
         pair.cache.attention(0, *pair.draw(1), 7, pair.scale)

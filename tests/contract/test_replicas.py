@@ -42,12 +42,12 @@ from tests.driving import Driver
 from tests.faults import Faults
 
 QUICK = ClientConfig(
-    timeout_s=5.0,
+    timeout_s=20.0,
     detection_s=0.4,
     silence_s=0.05,
     retry=RetryPolicy(first_delay_s=0.001, max_delay_s=0.02),
 )
-IMPATIENT = ClientConfig(timeout_s=0.5, detection_s=0.3, silence_s=0.05, retry=QUICK.retry)
+IMPATIENT = ClientConfig(timeout_s=1.5, detection_s=0.3, silence_s=0.05, retry=QUICK.retry)
 LAYERS = [LayerGeometry(2, 8, 8, DType.FLOAT32)] * 2
 TENANT = ANONYMOUS.tenant
 FILLER = "00000000-0000-4000-8000-000000000001"

@@ -47,6 +47,7 @@ from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
 from tests.backends import grpc_backend
 from tests.driving import Driver, close
+from tests.processes import stands_still
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -148,7 +149,7 @@ def test_a_prompt_larger_than_a_frame(running: Running) -> None:
 
 def test_a_hanging_call_ends_at_its_deadline(running: Running) -> None:
     """An answer that does not come in time is an error in time, and is not taken for the next."""
-    with over_grpc(running, timeout_s=0.5) as client:
+    with over_grpc(running, timeout_s=1.5) as client:
         driver = Driver.open(client, num_layers=1)
         driver.step(3)
         tokens = driver.tokens(1)
@@ -156,7 +157,7 @@ def test_a_hanging_call_ends_at_its_deadline(running: Running) -> None:
         started = SystemClock().monotonic()
         with pytest.raises(DeadlineExceeded):
             driver.session.attend(0, *tokens)
-        assert 0.4 < SystemClock().monotonic() - started < 5.0
+        assert 1.4 < SystemClock().monotonic() - started < 10.0
         running.service.go_on.set()
         driver.attend(0, *tokens)
         driver.step()
@@ -369,6 +370,7 @@ def test_a_worker_that_freezes_or_dies(lane: bool, what: str) -> None:
             driver = Driver.open(client, num_layers=1)
             driver.step(3)
             process.send_signal(getattr(signal, what))
+            eventually(lambda: stands_still(process.pid))
             started = SystemClock().monotonic()
             with pytest.raises(PagesLost) as failure:
                 driver.session.attend(0, *driver.tokens(1))
