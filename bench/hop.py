@@ -146,7 +146,7 @@ class Lane:
         self._clock = clock
         self.kernel_s = 0.0
         self._answers = LaneAnswers(
-            self._credential,
+            credential=self._credential,
             guard=self._guard,
             service=self._service,
             limits=ServerLimits(),
