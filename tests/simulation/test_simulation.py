@@ -21,8 +21,9 @@ from kvservice_client._changes import Changes
 from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
 from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.page_table import PageTable
-from kvservice_workers.session_state import LayerGroup, WorkerSession
+from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.worker import PageWorker
 from tests.simulation.scenario import run_seed
 

@@ -14,20 +14,15 @@ from kvservice.core.moving import MAX_REPLACED, CopiedPages, GroupState, Session
 from kvservice_workers.arena import slots_of
 from kvservice_workers.counters import Counters
 from kvservice_workers.host_tensors import as_numpy
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.pools import Pool, PoolSet
 from kvservice_workers.promises import Promises
-from kvservice_workers.session_state import (
-    LayerGroup,
-    Refusal,
-    SessionKey,
-    Step,
-    WorkerSession,
-    arena_of,
-    moving,
-)
+from kvservice_workers.provision import arena_of
+from kvservice_workers.session_state import SessionKey, WorkerSession, moving
 from kvservice_workers.session_table import SessionTable
+from kvservice_workers.step import Refusal, Step
 from kvservice_workers.structure import Structure
 
 NEVER = -1  # before any page was written

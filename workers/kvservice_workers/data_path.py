@@ -17,23 +17,20 @@ from kvservice.core.geometry import DType, HostTensor
 from kvservice.core.said import Said
 from kvservice.core.session import AttendCall, AttendResult
 from kvservice_workers.arena import TORCH_DTYPES, Arena
-from kvservice_workers.attending import (
-    AttendPlan,
-    padding_after,
-    paged_batch,
-    plan_attend,
-    token_slots,
-)
+from kvservice_workers.attend_plan import AttendPlan, plan_attend
 from kvservice_workers.attention import dispatch
 from kvservice_workers.attention.batch import AttentionParams, PagedBatch
+from kvservice_workers.batching import paged_batch, token_slots
 from kvservice_workers.counters import Counters
 from kvservice_workers.host_tensors import as_numpy, as_torch, to_host
-from kvservice_workers.padding import RowPadding
+from kvservice_workers.layer_group import LayerGroup
+from kvservice_workers.padding import RowPadding, padding_after
 from kvservice_workers.pools import PoolSet
-from kvservice_workers.provision import Provision, written_pages
-from kvservice_workers.session_state import LayerGroup, Refusal, Step, WorkerSession, arena_of
+from kvservice_workers.provision import Provision, arena_of, written_pages
+from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.session_table import SessionTable
 from kvservice_workers.steady import SteadyStep, settle
+from kvservice_workers.step import Refusal, Step
 
 Array = npt.NDArray[np.generic]
 
@@ -156,7 +153,7 @@ class DataPath:
         padding = session.padding
         if plan.new_step:
             lengths = [max(session.longest(row), length) for row, length in enumerate(plan.lengths)]
-            padding = padding_after(session, plan.header.padding, lengths)
+            padding = padding_after(session.padding, plan.header.padding, lengths)
             for other in session.groups.values():
                 if other.in_use or other is group:
                     _demand(provision, other, plan, padding)

@@ -16,9 +16,11 @@ from kvservice.core.moving import CopiedPages, GroupState, MovedTo, Refused, Ses
 from kvservice.core.session import RowRange
 from kvservice_workers.arena import slots_of
 from kvservice_workers.host_tensors import from_numpy
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.pools import PoolSet
-from kvservice_workers.session_state import Copy, Freeze, LayerGroup, Refusal, WorkerSession
+from kvservice_workers.session_state import Copy, Freeze, WorkerSession
 from kvservice_workers.session_table import SessionTable
+from kvservice_workers.step import Refusal
 from kvservice_workers.structure import Structure
 
 FREEZE_S: Final = 0.5

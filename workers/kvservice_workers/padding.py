@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from kvservice.core.errors import InvalidRequest
+from kvservice.core.session import MAX_TOKENS, RowRange
 
 PADDING = 1
 
@@ -96,3 +99,33 @@ class RowPadding:
         self._leading = max(self._leading, first_real if first_real >= 0 else len(bits))
         if bits.find(PADDING, self._leading) < 0:
             self._bits = None
+
+
+def check_ranges(ranges: Sequence[RowRange], num_rows: int) -> None:
+    """Refuse padding that no row can have.
+
+    Raises:
+        InvalidRequest: There is no such row, or a range is empty, or out of bounds.
+    """
+    for item in ranges:
+        if not 0 <= item.row < num_rows:
+            raise InvalidRequest(f"padding of row {item.row}: there are {num_rows} rows")
+        if not 0 <= item.start < item.stop <= MAX_TOKENS:
+            raise InvalidRequest(f"padding must be a range of positions, got {item}")
+
+
+def padding_after(
+    before: Sequence[RowPadding], ranges: Sequence[RowRange], lengths: Sequence[int]
+) -> list[RowPadding]:
+    """Return the rows' padding with more of it marked, as far as rows reach: `lengths`.
+
+    Rows without new padding are the same objects.
+    """
+    padding = list(before)
+    copied: set[int] = set()
+    for item in ranges:
+        if item.row not in copied:
+            padding[item.row] = padding[item.row].copy()
+            copied.add(item.row)
+        padding[item.row].mark(item.start, min(item.stop, lengths[item.row]))
+    return padding

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from kvservice.core.errors import InvalidRequest, KVServiceError
 from kvservice_workers.pools import Pool, PoolSet
-from kvservice_workers.session_state import WorkerSession, arena_of
+from kvservice_workers.provision import arena_of
+from kvservice_workers.session_state import WorkerSession
 
 
 class Promises:

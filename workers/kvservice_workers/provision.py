@@ -1,16 +1,19 @@
-"""Providing pages before anything is written: all of what a call needs, or nothing."""
+"""Providing pages and arenas before anything is written: all that a call needs, or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvservice.core.geometry import HOLE
+from kvservice.core.errors import InvalidRequest
+from kvservice.core.geometry import HOLE, LayerGeometry
 from kvservice.core.session import EvictBefore
+from kvservice_workers.arena import Arena
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageNeed
 from kvservice_workers.pools import Pool, PoolSet
-from kvservice_workers.session_state import LayerGroup, WorkerSession
+from kvservice_workers.session_state import WorkerSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,4 +173,38 @@ def written_pages(
             if table.page_at(index) != HOLE
             or not padding.covers(index * size, min((index + 1) * size, stop))
         ],
+    )
+
+
+def check_evictions(session: WorkerSession, evict_before: Iterable[EvictBefore]) -> None:
+    """Refuse evictions that `Provision.add_evictions` cannot carry out.
+
+    Raises:
+        InvalidRequest: No layer has such a window, or a position is out of a row's bounds.
+    """
+    for evict in evict_before:
+        if session.groups.get(evict.window) is None:
+            raise InvalidRequest(f"no layer of the session has a window of {evict.window}")
+        session.check_rows(evict.positions, "evict_before")
+        for row, position in enumerate(evict.positions):
+            if not 0 <= position <= session.longest(row):
+                raise InvalidRequest(
+                    f"evict_before of row {row} must be between 0 and its length "
+                    f"{session.longest(row)}, got {position}"
+                )
+
+
+def arena_of(pools: PoolSet, session: WorkerSession, layer: int, geometry: LayerGeometry) -> Arena:
+    """Return a layer's arena, made if need be. The worker's lock is held.
+
+    Raises:
+        OutOfPages: Its bytes do not fit. Nothing has changed.
+    """
+    window = session.window_of(layer)
+    return pools.make_arena(
+        session.groups[window].pool,
+        session.arena_index(layer),
+        geometry,
+        num_layers=sum(other.window == window for other in session.spec.layers),
+        keep=session.pools(),
     )

@@ -1,19 +1,15 @@
-"""What a worker knows of one session: rows, layers, page tables, padding, the step in progress."""
+"""What a worker knows of one session: its rows and layers, its epoch, the step in progress."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from kvservice.core.errors import (
-    CapacityError,
     Conflict,
     GeometryMismatch,
     InvalidRequest,
@@ -22,82 +18,19 @@ from kvservice.core.errors import (
     SessionNotFound,
     StaleEpoch,
 )
-from kvservice.core.geometry import HOLE, MAX_LAYERS, LayerGeometry, cdiv
+from kvservice.core.geometry import MAX_LAYERS, LayerGeometry, cdiv
 from kvservice.core.moving import MovedTo
 from kvservice.core.quota import UNLIMITED
-from kvservice.core.session import SessionSpec, StepHeader
-from kvservice_workers.arena import Arena
-from kvservice_workers.attention.batch import PagedBatch
-from kvservice_workers.attention.native import Slots
+from kvservice.core.session import SessionSpec
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding
-from kvservice_workers.page_table import PageTable
-from kvservice_workers.pools import Pool, PoolSet
-from kvservice_workers.steady import SteadyKey, SteadyStep
+from kvservice_workers.pools import Pool
+from kvservice_workers.step import Refusal, Step
 
 SessionKey = tuple[str, str]  # tenant, session id
 
 GO_ON: Final = ("attach", (1,))
 """The change that begins an epoch without a new holder."""
-
-
-class LayerGroup:
-    """The layers of a session that share one window, with one page table a row.
-
-    Invariants (asserted by `check`):
-      1. `evicted[row]` positions are gone at the front of a row: whole pages, never more than the
-         row's length.
-    """
-
-    def __init__(self, window: int | None, pool: Pool, num_rows: int) -> None:
-        self.window = window
-        self.pool = pool
-        self.tables = [PageTable(pool.pages) for _ in range(num_rows)]
-        self.evicted = [0] * num_rows
-        self.in_use = True  # a layer is stated or has stored something: else no page is taken
-        self.promised = 0  # pages
-        self.version = 0  # changes whenever a table does
-        # While the session is copied: page -> when it was written last. None: nobody copies it.
-        self.written: dict[int, int] | None = None
-        self._num_writes = 0
-        self._array: npt.NDArray[np.int32] | None = None
-        self._array_version = -1
-
-    @property
-    def page_size(self) -> int:
-        return self.pool.pages.page_size
-
-    def table_array(self) -> npt.NDArray[np.int32]:
-        """Return i32[num_rows, max_pages] of all tables, HOLE behind each one's end."""
-        if self._array is None or self._array_version != self.version:
-            width = max((len(table.entries) for table in self.tables), default=0)
-            array = np.full((len(self.tables), max(1, width)), HOLE, np.int32)
-            for row, table in enumerate(self.tables):
-                array[row, : len(table.entries)] = table.entries
-            self._array, self._array_version = array, self.version
-        return self._array
-
-    def changed(self) -> None:
-        """Note that a table has changed."""
-        self.version += 1
-
-    def wrote(self, pages: Iterable[int]) -> None:
-        """Note that pages are written now, for whoever copies the session. To be said whenever
-        contents change, by whoever holds the session's lock."""
-        if self.written is not None:
-            self._num_writes += 1
-            self.written.update(dict.fromkeys(pages, self._num_writes))
-
-    def wrote_slots(self, pages: npt.NDArray[np.int64]) -> None:
-        """As `wrote`, of the pages of slots."""
-        if self.written is not None:
-            self.wrote(np.unique(pages).tolist())
-
-    def check(self) -> None:
-        for table, evicted in zip(self.tables, self.evicted, strict=True):
-            table.check()
-            assert evicted % self.page_size == 0, "part of a page is evicted"
-            gone = table.entries[: evicted // self.page_size]
-            assert all(page == HOLE for page in gone), "an evicted page is still listed"
 
 
 @dataclass(slots=True)
@@ -120,31 +53,6 @@ class Freeze:
 
     ticket: int
     until: float
-
-
-@dataclass(slots=True)
-class Step:
-    """One forward pass in progress: what its layers share, and what has arrived of it."""
-
-    number: int
-    header: StepHeader
-    # Where pages have been provided for, in all groups: positions of the first new tokens.
-    positions: tuple[int, ...]
-    # Layer -> positions of what it has appended in this step.
-    appended: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    # Derived values that layers share, by what they depend on.
-    slots: dict[Hashable, Slots] = field(default_factory=dict)
-    batches: dict[Hashable, PagedBatch] = field(default_factory=dict)
-    # What serves the layers of a group that come after its first.
-    steady: dict[SteadyKey, SteadyStep] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A step or write that found no room, by its number, and what was answered."""
-
-    number: int
-    error: CapacityError
 
 
 class WorkerSession:
@@ -434,22 +342,6 @@ class WorkerSession:
 def same_geometry(geometry: LayerGeometry) -> LayerGeometry:
     """Return one object for equal geometries, so that comparing them costs nothing."""
     return geometry
-
-
-def arena_of(pools: PoolSet, session: WorkerSession, layer: int, geometry: LayerGeometry) -> Arena:
-    """Return a layer's arena, made if need be. The worker's lock is held.
-
-    Raises:
-        OutOfPages: Its bytes do not fit. Nothing has changed.
-    """
-    window = session.window_of(layer)
-    return pools.make_arena(
-        session.groups[window].pool,
-        session.arena_index(layer),
-        geometry,
-        num_layers=sum(other.window == window for other in session.spec.layers),
-        keep=session.pools(),
-    )
 
 
 def moving(source: str = "") -> Moving:

@@ -29,8 +29,9 @@ from kvservice_workers.counters import (
     REPLAYED,
     Counters,
 )
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.pools import Pool, PoolSet
-from kvservice_workers.session_state import LayerGroup, WorkerSession
+from kvservice_workers.session_state import WorkerSession
 
 Array = npt.NDArray[np.int64]
 

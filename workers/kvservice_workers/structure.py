@@ -9,9 +9,10 @@ from kvservice.core.errors import KVServiceError, PositionOutOfRange
 from kvservice.core.geometry import LayerGeometry, cdiv
 from kvservice.core.session import SessionSpec
 from kvservice_workers.counters import Counters
+from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.promises import Promises
-from kvservice_workers.session_state import LayerGroup, WorkerSession
+from kvservice_workers.session_state import WorkerSession
 
 
 class Structure:

@@ -13,13 +13,15 @@ from kvservice.core.errors import CapacityError, Conflict, InvalidRequest, Posit
 from kvservice.core.geometry import HOLE, HostTensor, LayerGeometry
 from kvservice.core.session import ReadResult, WriteCall
 from kvservice_workers.arena import NUMPY_DTYPES, Arena
-from kvservice_workers.attending import check_evictions, check_ranges, padding_after, slots_at
+from kvservice_workers.batching import slots_at
 from kvservice_workers.counters import Counters
 from kvservice_workers.host_tensors import Array, as_numpy, from_numpy
-from kvservice_workers.padding import RowPadding
+from kvservice_workers.layer_group import LayerGroup
+from kvservice_workers.padding import RowPadding, check_ranges, padding_after
 from kvservice_workers.pools import PoolSet
-from kvservice_workers.provision import Provision, RowDemand
-from kvservice_workers.session_state import LayerGroup, Refusal, WorkerSession, arena_of
+from kvservice_workers.provision import Provision, RowDemand, arena_of, check_evictions
+from kvservice_workers.session_state import WorkerSession
+from kvservice_workers.step import Refusal
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,7 +49,7 @@ class TokenAccess:
         group = session.groups[session.window_of(call.layer)]
         geometry = _write_geometry(call)
         session.check_geometry(call.layer, geometry)
-        check_ranges(session, call.padding)
+        check_ranges(call.padding, session.num_rows)
         check_evictions(session, call.evict_before)
         if not call.rows:
             return self._evict(session, call)
@@ -55,7 +57,7 @@ class TokenAccess:
         starts = _write_starts(session, rows, positions)
         lengths = self._lengths_after_write(session, call.layer, starts, rows, positions)
         with self._lock:
-            padding = padding_after(session, call.padding, lengths)
+            padding = padding_after(session.padding, call.padding, lengths)
             _mark_gaps(session, padding, starts, rows, positions, lengths)
             arena = arena_of(self._pools, session, call.layer, geometry)
             provision = Provision(session)

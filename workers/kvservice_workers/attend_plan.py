@@ -1,4 +1,4 @@
-"""One Attend call, from the caller's words to what the kernel is told. No tensors are touched."""
+"""One Attend call against its session: every check, and what it is to do. Changes nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
 from kvservice.core.errors import (
     Conflict,
     GeometryMismatch,
@@ -17,19 +14,12 @@ from kvservice.core.errors import (
     OutOfOrder,
     PositionOutOfRange,
 )
-from kvservice.core.geometry import HOLE, DType, HostTensor, LayerGeometry
-from kvservice.core.session import (
-    MAX_TOKENS,
-    AttendCall,
-    EvictBefore,
-    MaskKind,
-    RowRange,
-    StepHeader,
-)
-from kvservice_workers.attention.batch import PagedBatch
-from kvservice_workers.attention.native import Slots
-from kvservice_workers.padding import RowPadding
-from kvservice_workers.session_state import LayerGroup, WorkerSession, same_geometry
+from kvservice.core.geometry import DType, HostTensor, LayerGeometry
+from kvservice.core.session import MAX_TOKENS, AttendCall, MaskKind, StepHeader
+from kvservice_workers.layer_group import LayerGroup
+from kvservice_workers.padding import check_ranges
+from kvservice_workers.provision import check_evictions
+from kvservice_workers.session_state import WorkerSession, same_geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,115 +85,6 @@ def plan_attend(session: WorkerSession, call: AttendCall) -> AttendPlan:
     return plan
 
 
-def padding_after(
-    session: WorkerSession, ranges: Sequence[RowRange], lengths: Sequence[int]
-) -> list[RowPadding]:
-    """Return the rows' padding with more of it marked, as far as rows reach: `lengths`.
-
-    Rows without new padding are the session's own objects.
-    """
-    padding = list(session.padding)
-    copied: set[int] = set()
-    for item in ranges:
-        if item.row not in copied:
-            padding[item.row] = padding[item.row].copy()
-            copied.add(item.row)
-        padding[item.row].mark(item.start, min(item.stop, lengths[item.row]))
-    return padding
-
-
-def check_evictions(session: WorkerSession, evict_before: Sequence[EvictBefore]) -> None:
-    for evict in evict_before:
-        if session.groups.get(evict.window) is None:
-            raise InvalidRequest(f"no layer of the session has a window of {evict.window}")
-        session.check_rows(evict.positions, "evict_before")
-        for row, position in enumerate(evict.positions):
-            if not 0 <= position <= session.longest(row):
-                raise InvalidRequest(
-                    f"evict_before of row {row} must be between 0 and its length "
-                    f"{session.longest(row)}, got {position}"
-                )
-
-
-def check_ranges(session: WorkerSession, ranges: Sequence[RowRange]) -> None:
-    for item in ranges:
-        if not 0 <= item.row < session.num_rows:
-            raise InvalidRequest(f"padding of row {item.row}: there are {session.num_rows} rows")
-        if not 0 <= item.start < item.stop <= MAX_TOKENS:
-            raise InvalidRequest(f"padding must be a range of positions, got {item}")
-
-
-def token_slots(group: LayerGroup, positions: Sequence[int], counts: Sequence[int]) -> Slots:
-    """Return pages and offsets of rows' new tokens, one row after the other.
-
-    Tokens in holes (padding) are left out; the third array says which ones are left, or is None
-    if all are.
-    """
-    size = group.page_size
-    table = group.table_array()
-    rows = np.repeat(np.arange(len(counts)), counts)
-    where = np.concatenate(
-        [np.arange(p, p + n, dtype=np.int64) for p, n in zip(positions, counts, strict=True)]
-    )
-    return slots_at(table, size, rows, where)
-
-
-def slots_at(
-    table: npt.NDArray[np.int32],
-    page_size: int,
-    rows: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-) -> Slots:
-    """Return pages and offsets of positions; see `token_slots`."""
-    index, offsets = np.divmod(positions, page_size)
-    width = table.shape[1]
-    if index.max(initial=0) < width:  # mostly: pages were provided
-        pages = table[rows, index].astype(np.int64)
-    else:
-        pages = np.where(index < width, table[rows, np.minimum(index, width - 1)], HOLE)
-        pages = pages.astype(np.int64)
-    present = pages != HOLE
-    if present.all():
-        return pages, offsets, None
-    kept = np.flatnonzero(present)
-    return pages[kept], offsets[kept], kept
-
-
-def paged_batch(
-    session: WorkerSession,
-    group: LayerGroup,
-    lengths: Sequence[int],
-    query_counts: Sequence[int],
-    query_positions: Sequence[int],
-    *,
-    token_major: bool,
-) -> PagedBatch:
-    """Return what a kernel needs to know of the rows, with `lengths` stored."""
-    kv_stops = np.array(lengths, np.int64)
-    leading = [padding.leading for padding in session.padding]
-    starts = [
-        min(length, max(session.start_of(row), leading[row], group.evicted[row]))
-        for row, length in enumerate(lengths)
-    ]
-    bits = [
-        _bits(padding, length) for padding, length in zip(session.padding, lengths, strict=True)
-    ]
-    q_starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(query_counts, out=q_starts[1:])
-    return PagedBatch(
-        page_size=group.page_size,
-        page_tables=group.table_array(),
-        kv_starts=np.array(starts, np.int64),
-        kv_stops=kv_stops,
-        q_starts=q_starts,
-        q_positions=np.array(query_positions, np.int64),
-        chunk_origins=np.array(leading, np.int64),
-        padding=tuple(bits) if any(row is not None for row in bits) else (),
-        query_padding=_query_padding(session, query_counts, query_positions),
-        token_major=token_major,
-    )
-
-
 def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader]:
     """Return whether the call begins a step, and the step's header."""
     step = session.step
@@ -223,7 +104,7 @@ def _step_of(session: WorkerSession, call: AttendCall) -> tuple[bool, StepHeader
     session.check_rows(header.counts, "counts")
     if min(header.counts) < 0:
         raise InvalidRequest(f"counts must not be negative, got {header.counts}")
-    check_ranges(session, header.padding)
+    check_ranges(header.padding, session.num_rows)
     check_evictions(session, header.evict_before)
     return True, header
 
@@ -399,29 +280,3 @@ def _lowest_visible(session: WorkerSession, call: AttendCall, plan: AttendPlan, 
     if mask.kind is MaskKind.CAUSAL and mask.window is not None:
         return position - mask.window + 1
     return 0
-
-
-def _bits(padding: RowPadding, length: int) -> npt.NDArray[np.uint8] | None:
-    """Return padding by position, for `length` positions; None if all of it is leading."""
-    if padding.bits is None:
-        return None
-    bits = np.zeros(max(length, len(padding.bits)), np.uint8)
-    bits[: len(padding.bits)] = np.frombuffer(padding.bits, np.uint8)
-    return bits
-
-
-def _query_padding(
-    session: WorkerSession, query_counts: Sequence[int], query_positions: Sequence[int]
-) -> npt.NDArray[np.bool_] | None:
-    """Return which queries are padding, or None if none is."""
-    parts: list[npt.NDArray[np.bool_]] = []
-    for padding, count, first in zip(session.padding, query_counts, query_positions, strict=True):
-        where = np.arange(first, first + count, dtype=np.int64)
-        mine = where < padding.leading
-        if padding.bits is not None:
-            bits = np.frombuffer(padding.bits, np.uint8)
-            known = where < len(bits)
-            mine[known] |= bits[where[known]] != 0
-        parts.append(mine)
-    joined = np.concatenate(parts)
-    return joined if joined.any() else None
