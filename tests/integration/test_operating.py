@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -148,7 +148,7 @@ def test_drained_worker_leaves_with_its_last_session(service: Service) -> None:
     attend(session)
     name = next(w for w in workers if workers[w].worker.num_sessions)
     other = "w1" if name == "w0" else "w0"
-    workers[other].worker.config = replace(workers[other].worker.config, max_sessions=0)
+    workers[other].worker.admission.max_sessions = 0
     client.drain_worker(name, timeout_s=60)
     until(lambda: workers[name].worker.stats().draining)
     until(lambda: workers[other].worker.stats().moves["refused"])
@@ -173,7 +173,7 @@ def test_drained_worker_leaves_when_its_time_is_over(service: Service) -> None:
     attend(session)
     name = next(w for w in workers if workers[w].worker.num_sessions)
     other = "w1" if name == "w0" else "w0"
-    workers[other].worker.config = replace(workers[other].worker.config, max_sessions=0)
+    workers[other].worker.admission.max_sessions = 0
     client.drain_worker(name, timeout_s=0)
     workers[name].wait()
     workers[name].stop(0.1)

@@ -18,7 +18,8 @@ from hypothesis.stateful import precondition, rule
 from kvservice.core.errors import CapacityError, Conflict, Moving, SessionMoved, SessionNotFound
 from kvservice.core.moving import MovedTo, SessionState
 from kvservice.core.session import WriteCall
-from kvservice_workers.arrivals import Arrival, Missing
+from kvservice_workers.arrival import Arrival
+from kvservice_workers.arriving_pages import Missing
 from kvservice_workers.worker import PageWorker, WorkerConfig
 from tests.stateful.test_worker_machine import (
     NUM_PAGES,
@@ -112,7 +113,7 @@ class MovingMachine(WorkerMachine):
             window: {one.page for one in pages.values()}
             for window, pages in self.arrival.copied.items()
         }
-        missing = self.target.arrivals.sync(self.arrival, state)
+        missing = self.target.arriving_pages.sync(self.arrival, state)
         for window, pages in self.arrival.copied.items():
             fresh = {one.page for one in pages.values()} - before[window]
             for arena in self.arrival.groups[window].pool.arenas.values():
@@ -133,8 +134,8 @@ class MovingMachine(WorkerMachine):
             missing.layers,
             pages,
         )
-        self.target.arrivals.store(self.arrival, missing, pages, copied)
-        self.target.arrivals.stored(self.arrival, missing, pages, copied.written)
+        self.target.arriving_pages.store(self.arrival, missing, pages, copied)
+        self.target.arriving_pages.stored(self.arrival, missing, pages, copied.written)
 
     def is_gone(self) -> bool:
         """Whether the session has ended meanwhile; then the copy is given up."""

@@ -12,15 +12,12 @@ from kvservice.clock import Clock
 from kvservice.core.errors import Conflict, InvalidRequest
 from kvservice.core.failpoints import Failpoints
 from kvservice.core.geometry import HostTensor
-from kvservice.core.moving import CopiedPages, GroupState, MovedTo, Refused, SessionState, StepState
-from kvservice.core.session import RowRange
+from kvservice.core.moving import CopiedPages, MovedTo, SessionState
 from kvservice_workers.arena import slots_of
 from kvservice_workers.host_tensors import from_numpy
-from kvservice_workers.layer_group import LayerGroup
-from kvservice_workers.pools import PoolSet
+from kvservice_workers.moved_state import state_of
 from kvservice_workers.session_state import Copy, Freeze, WorkerSession
 from kvservice_workers.session_table import SessionTable
-from kvservice_workers.step import Refusal
 from kvservice_workers.structure import Structure
 
 FREEZE_S: Final = 0.5
@@ -44,14 +41,12 @@ class Departures:
         self,
         lock: threading.RLock,
         sessions: SessionTable,
-        pools: PoolSet,
         structure: Structure,
         clock: Clock,
         failpoints: Failpoints,
     ) -> None:
         self._lock = lock  # the worker's
         self._sessions = sessions
-        self._pools = pools
         self._structure = structure
         self._clock = clock
         self._failpoints = failpoints
@@ -79,7 +74,7 @@ class Departures:
             mine.used_at = now
             session.frozen = Freeze(next(self._numbers), now + FREEZE_S) if freeze else None
             ticket = 0 if session.frozen is None else session.frozen.ticket
-            return mine.number, ticket, _state_of(session, self._sessions.left_s(session))
+            return mine.number, ticket, state_of(session, self._sessions.left_s(session))
 
     def pages(
         self,
@@ -163,7 +158,6 @@ class Departures:
             self._check_frozen(session, to.ticket)
             self._end_copy(session)
             self._structure.free(session, "move")
-            self._pools.usage.change_sessions(session.tenant, -1)
             self._sessions.hand_over(session, to)
         self._failpoints.passed("move.handed_over")
 
@@ -222,52 +216,3 @@ class Departures:
             session.copy = None
         for group in session.groups.values():
             group.written = None
-
-
-def _state_of(session: WorkerSession, left_s: float) -> SessionState:
-    step = session.step
-    return SessionState(
-        spec=session.spec,
-        num_rows=session.num_rows,
-        origin=session.origin,
-        epoch=session.epoch,
-        last_change=session.last_change,
-        last_step=session.last_step,
-        step=None
-        if step is None
-        else StepState(step.number, step.header, step.positions, dict(step.appended)),
-        begins_at_zero=session.begins_at_zero,
-        starts=None if session.starts is None else tuple(session.starts),
-        lengths={layer: tuple(lengths) for layer, lengths in session.lengths.items()},
-        geometries=dict(session.geometries),
-        groups=tuple(_group_state(group) for group in session.groups.values()),
-        padding=tuple(
-            RowRange(row, start, stop)
-            for row, padding in enumerate(session.padding)
-            for start, stop in padding.ranges()
-        ),
-        targets=None if session.targets is None else tuple(session.targets),
-        followed_by=session.followed_by,
-        last_write=session.last_write,
-        refused_step=_refused(session.refused_step),
-        refused_write=_refused(session.refused_write),
-        group=session.group,
-        replaces=session.replaces,
-        left_s=left_s,
-    )
-
-
-def _refused(refusal: Refusal | None) -> Refused | None:
-    return None if refusal is None else (refusal.number, refusal.error)
-
-
-def _group_state(group: LayerGroup) -> GroupState:
-    listed = {page for table in group.tables for page in table.entries}
-    written = group.written or {}
-    return GroupState(
-        window=group.window,
-        tables=tuple(tuple(table.entries) for table in group.tables),
-        evicted=tuple(group.evicted),
-        in_use=group.in_use,
-        written={page: at for page, at in written.items() if page in listed},
-    )

@@ -20,7 +20,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.geometry import MAX_LAYERS, LayerGeometry, cdiv
 from kvservice.core.moving import MovedTo
-from kvservice.core.quota import UNLIMITED
+from kvservice.core.quota import Quota
 from kvservice.core.session import SessionSpec
 from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding
@@ -68,10 +68,17 @@ class WorkerSession:
          being shared).
     """
 
-    def __init__(self, key: SessionKey, spec: SessionSpec, origin: Hashable) -> None:
+    def __init__(
+        self,
+        key: SessionKey,
+        spec: SessionSpec,
+        origin: Hashable,
+        quota: Quota,
+    ) -> None:
         self.key = key
         self.spec = spec
         self.origin = origin  # the request that opened it, to recognise a repeat
+        self.quota = quota  # of its tenant, when it was opened
         self.lock = threading.RLock()
         self.closed = False
         self.epoch = 1
@@ -104,7 +111,6 @@ class WorkerSession:
         self.moved_to: MovedTo | None = None  # closed, since another worker holds it
         self.ttl_s = spec.ttl_s
         self._places: dict[int, tuple[int | None, int]] = {}
-        self.quota = UNLIMITED  # of its tenant, when it was opened
         for layer, stated in enumerate(spec.layers):
             if stated.geometry is not None:
                 self.geometries[layer] = same_geometry(stated.geometry)

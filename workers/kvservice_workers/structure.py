@@ -29,7 +29,7 @@ class Structure:
 
     def open_groups(self, session: WorkerSession, parent: WorkerSession | None) -> None:
         """Give a session its layer groups: a parent's pools, shared ones where it states its
-        layers, else private ones."""
+        layers, else private ones. From now until `free` it counts as its tenant's."""
         spec = session.spec
         windows = dict.fromkeys(layer.window for layer in spec.layers)
         if not spec.states_geometry:
@@ -46,6 +46,7 @@ class Structure:
             group = LayerGroup(window, pool, session.num_rows)
             group.in_use = any(layer.window == window for layer in spec.layers)
             session.groups[window] = group
+        self._pools.usage.change_sessions(session.tenant, 1)
 
     def free(self, session: WorkerSession, reason: str) -> None:
         """Give back all that a session holds, because of `reason`."""
@@ -54,6 +55,7 @@ class Structure:
         self._promises.promise(session, None)
         for group in session.groups.values():
             self._pools.close(group.pool)
+        self._pools.usage.change_sessions(session.tenant, -1)
 
     def cut(self, session: WorkerSession, keep: Sequence[int], reason: str) -> None:
         """Cut every layer of row r to at most `keep[r]`, and free what becomes empty."""

@@ -16,14 +16,12 @@ from kvservice.clock import Clock
 from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.errors import (
     AlreadyExists,
-    Draining,
     InvalidRequest,
     KVServiceError,
     OutOfPages,
     QuotaExceeded,
     SessionMoved,
     StaleEpoch,
-    TooManySessions,
 )
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
 from kvservice.core.moving import MovedTo
@@ -43,7 +41,11 @@ from kvservice.core.session import (
     check_session_id,
 )
 from kvservice.core.tenancy import Use
+from kvservice_workers.accounts import Discrepancy, Holder, check_accounts, find_discrepancies
+from kvservice_workers.admission import Admission
+from kvservice_workers.arrival import ArrivalTable
 from kvservice_workers.arrivals import Arrivals
+from kvservice_workers.arriving_pages import ArrivingPages
 from kvservice_workers.counters import FAILURE_REASONS, Counters
 from kvservice_workers.data_path import DataPath
 from kvservice_workers.departures import Departures
@@ -51,17 +53,10 @@ from kvservice_workers.pools import PoolSet
 from kvservice_workers.promises import Promises
 from kvservice_workers.session_state import GO_ON, WorkerSession
 from kvservice_workers.session_table import SessionTable
-from kvservice_workers.snapshot import (
-    Discrepancy,
-    Holder,
-    WorkerConfig,
-    check_accounts,
-    find_discrepancies,
-    session_info,
-    worker_stats,
-)
+from kvservice_workers.snapshot import session_info, worker_stats
 from kvservice_workers.structure import Structure
 from kvservice_workers.token_access import TokenAccess
+from kvservice_workers.worker_config import WorkerConfig
 
 __all__ = ["PageWorker", "WorkerConfig"]
 
@@ -101,6 +96,7 @@ class PageWorker:
         self._clock = clock
         self._lock = threading.RLock()
         self._sessions = SessionTable(clock)
+        self.arriving = ArrivalTable(self._sessions)
         self._pools = PoolSet(
             config.budget_bytes,
             torch.device(config.device),
@@ -114,20 +110,24 @@ class PageWorker:
         self._data = DataPath(
             self._lock, self._sessions, self._pools, self._counters, clock, failpoints
         )
-        self._draining = False
-        self.departures = Departures(
-            self._lock, self._sessions, self._pools, self._structure, clock, failpoints
+        self.admission = Admission(
+            config.max_sessions,
+            self._sessions,
+            self.arriving,
+            self._pools.usage,
+            self._counters,
         )
+        self.departures = Departures(self._lock, self._sessions, self._structure, clock, failpoints)
         self.arrivals = Arrivals(
             self._lock,
             self._sessions,
-            self._pools,
+            self.arriving,
             self._promises,
             self._structure,
-            self._counters,
+            self.admission,
             clock,
-            self._admit,
         )
+        self.arriving_pages = ArrivingPages(self._lock, self.arriving, self._pools, self._counters)
         self._discrepancies: set[Discrepancy] = set()  # found by the last audit
 
     # -- sessions come and go
@@ -166,14 +166,12 @@ class PageWorker:
         key = (tenant, session_id)
         origin = ("allocate", spec, tuple(extent_starts), epoch)
         with self._lock:
-            self.arrivals.check_id_is_free(key)
+            self.arriving.check_id_is_free(key)
             if (existing := self._sessions.find_repeat(key, origin)) is not None:
                 self._counters.replays["Allocate"] += 1
                 return self._info(existing)
-            self._admit()
             with self._counting_refusals():
-                self._pools.usage.check_sessions(tenant, spec, is_counted=bool(epoch))
-            session = self._new_session(key, spec, origin)
+                session = self.admission.admit(key, spec, origin, is_counted=bool(epoch))
             session.epoch, session.group = epoch or 1, group
             if extent_starts:
                 session.starts = list(extent_starts)
@@ -187,7 +185,7 @@ class PageWorker:
                 self._structure.free(session, "release")
                 self._count_failure(error)
                 raise
-            self._add(session)
+            self._sessions.add(session)
             return self._info(session)
 
     def fork(
@@ -218,7 +216,7 @@ class PageWorker:
         key = (tenant, new_session_id)
         origin = ("fork", session_id, epoch, token_count, ttl_s)
         with self._changing(tenant, session_id) as parent:
-            self.arrivals.check_id_is_free(key)
+            self.arriving.check_id_is_free(key)
             if (existing := self._find_fork(key, origin)) is not None:
                 self._counters.replays["Fork"] += 1
                 return self._info(existing, with_padding=True)
@@ -230,11 +228,9 @@ class PageWorker:
                 reserve_tokens=None,
                 ttl_s=ttl_s or parent.ttl_s,
             )
-            self._admit()
-            self._pools.usage.check_sessions(tenant, spec)
-            child = self._new_session(key, spec, origin)
+            child = self.admission.admit(key, spec, origin)
             self._structure.fork(parent, child, keep, token_count)
-            self._add(child)
+            self._sessions.add(child)
             return self._info(child, with_padding=True)
 
     def go_on(self, tenant: str, session_id: str, epoch: int) -> SessionInfo:
@@ -373,13 +369,13 @@ class PageWorker:
     def drain(self) -> None:
         """Open no more sessions."""
         with self._lock:
-            self._draining = True
+            self.admission.draining = True
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is here, and nothing on its way here or from here."""
         with self._lock:
-            return not (len(self._sessions) or len(self.arrivals))
+            return not (len(self._sessions) or len(self.arriving))
 
     def waits_for_takers(self, linger_s: float) -> bool:
         """Whether a session went so lately that somebody may still have to be told where to."""
@@ -629,7 +625,7 @@ class PageWorker:
         if ticket:
             self.arrivals.arrive_by(tenant, session_id, ticket)
         with self._lock:
-            self.arrivals.check_not_arriving((tenant, session_id))
+            self.arriving.check_not_arriving((tenant, session_id))
             session = self._sessions.use(tenant, session_id, renew=renew)
         with session.lock, self._lock:
             session.check_open()
@@ -663,8 +659,8 @@ class PageWorker:
                 self._sessions.all(),
                 self._pools,
                 self._counters,
-                draining=self._draining,
-                num_arriving=len(self.arrivals),
+                draining=self.admission.draining,
+                num_arriving=len(self.arriving),
             )
 
     def view(self, metrics_address: str = "") -> WorkerView:
@@ -679,10 +675,10 @@ class PageWorker:
                 config.device,
                 config.budget_bytes,
                 free_bytes=max(0, config.budget_bytes - self._pools.used_bytes - promised),
-                draining=self._draining,
+                draining=self.admission.draining,
                 metrics_address=metrics_address,
             )
-            state = WorkerState.DRAINING if self._draining else WorkerState.ALIVE
+            state = WorkerState.DRAINING if self.admission.draining else WorkerState.ALIVE
             return WorkerView(record, state, self.num_sessions, self._clock.monotonic())
 
     def count_move(self, outcome: str) -> None:
@@ -739,13 +735,13 @@ class PageWorker:
 
     def _holders(self) -> list[Holder]:
         """Return all that holds pages. The worker's lock is held."""
-        return [*self._sessions.all(), *self.arrivals.all()]
+        return [*self._sessions.all(), *self.arriving.all()]
 
     def _use(self, tenant: str, session_id: str) -> WorkerSession:
         """Find a session whose lease holds, and renew it."""
         with self._lock:
-            if len(self.arrivals):
-                self.arrivals.check_not_arriving((tenant, session_id))
+            if len(self.arriving):
+                self.arriving.check_not_arriving((tenant, session_id))
             return self._sessions.use(tenant, session_id)
 
     def _find_fork(self, key: tuple[str, str], origin: Hashable) -> WorkerSession | None:
@@ -764,34 +760,10 @@ class PageWorker:
         with self._lock:
             self._sessions.renew(session)
 
-    def _new_session(
-        self, key: tuple[str, str], spec: SessionSpec, origin: Hashable
-    ) -> WorkerSession:
-        session = WorkerSession(key, spec, origin)
-        session.quota = self._pools.usage.quota_of(session.tenant)
-        return session
-
-    def _add(self, session: WorkerSession) -> None:
-        self._sessions.add(session)
-        self._pools.usage.change_sessions(session.tenant, 1)
-
-    def _admit(self) -> None:
-        if self._draining:
-            self._counters.allocation_failures["draining"] += 1
-            raise Draining("this worker is leaving and opens no sessions", retry_delay_s=1.0)
-        if len(self._sessions) + len(self.arrivals) >= self.config.max_sessions:
-            self._counters.allocation_failures["too_many_sessions"] += 1
-            raise TooManySessions(
-                f"this worker holds {len(self._sessions)} sessions, the most it may",
-                retry_delay_s=1.0,
-                limit=self.config.max_sessions,
-            )
-
     def _remove(self, session: WorkerSession, reason: str) -> None:
         self._counters.timings.session_pages.observe(session.num_pages)
         self._structure.free(session, reason)
         self._sessions.remove(session, expired=reason == "lease_expired")
-        self._pools.usage.change_sessions(session.tenant, -1)
 
     def _is_repeat(self, session: WorkerSession, epoch: int, change: Change) -> bool:
         """Return whether a structural change has been applied already.

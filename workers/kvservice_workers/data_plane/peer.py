@@ -29,7 +29,8 @@ from kvservice.core.moving import CopiedPages, SessionState
 from kvservice.core.session import SessionInfo
 from kvservice.v1 import worker_pb2
 from kvservice.wire import copies
-from kvservice_workers.arrivals import Arrival, Missing
+from kvservice_workers.arrival import Arrival
+from kvservice_workers.arriving_pages import Missing
 from kvservice_workers.worker import PageWorker
 
 LOG = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ class Puller:
             for _ in range(MAX_FREEZES):
                 frozen_at = self._clock.monotonic()
                 state = source.state(freeze=True)
-                missing = arrivals.sync(arrival, state)
+                missing = worker.arriving_pages.sync(arrival, state)
                 if not self._are_few(pull, missing):
                     self._copy(pull, source, arrival, source.state())
                     continue
@@ -269,7 +270,7 @@ class Puller:
             Conflict: The session changes faster than it can be copied.
         """
         for _ in range(MAX_ROUNDS):
-            missing = self._worker.arrivals.sync(arrival, state)
+            missing = self._worker.arriving_pages.sync(arrival, state)
             if self._are_few(pull, missing):
                 return
             self._fetch(pull, source, arrival, missing)
@@ -292,14 +293,16 @@ class Puller:
                 began = self._clock.monotonic()
                 for layers in _layers_at_once(one, len(pages), self._batch_bytes):
                     copied = source.pages(one.window, layers, pages)
-                    self._worker.arrivals.store(arrival, one, pages, copied)
+                    self._worker.arriving_pages.store(arrival, one, pages, copied)
                     pull.copied_bytes += copied.num_bytes
                     oldest = [
                         at if before < 0 else min(at, before)
                         for at, before in zip(copied.written, oldest, strict=True)
                     ]
                 pull.copying_s += self._clock.monotonic() - began
-                self._worker.arrivals.stored(arrival, one, pages, [max(0, at) for at in oldest])
+                self._worker.arriving_pages.stored(
+                    arrival, one, pages, [max(0, at) for at in oldest]
+                )
 
     def _is_ours(self, pull: Pull, source: Source, arrival: Arrival) -> bool:
         """Ask for a session until it is known whose it is. False: it goes on where it was.
