@@ -9,6 +9,7 @@ import torch
 
 from kvservice.core.errors import InvalidRequest
 from kvservice_client._client import Client
+from kvservice_client._session import Session
 from kvservice_client._tensor_cache import States, TensorCache
 from kvservice_client._tensor_rules import (
     as_int,
@@ -42,8 +43,8 @@ class DynamicCache(TensorCache):
     ) -> DynamicCache:
         """Go on where another cache has left its session, with the same content.
 
-        A layer without tokens takes the shape of one that has some; without any token there are
-        no layers.
+        A layer without tokens takes the shape of one that has some, if such a one comes after it;
+        else it is not there yet.
 
         Args:
             device: Where the tensors are to be, as torch names it. None: host memory.
@@ -55,6 +56,12 @@ class DynamicCache(TensorCache):
         cache = cls(client=client)
         cache._adopt(session_id, device)
         return cache
+
+    def _fetch(self, session: Session, device: Any) -> list[States]:
+        layers = super()._fetch(session, device)
+        while layers and not layers[-1][0].shape[2]:
+            layers.pop()
+        return layers
 
     def update(
         self,

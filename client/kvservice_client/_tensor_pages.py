@@ -133,15 +133,12 @@ class TensorPages:
         session, shape = self.session, _shape(k, v)
         known_shape = self._shapes.get(layer, shape)
         if session is None or session.num_rows != k.shape[0] or known_shape != shape:
-            session = self._open(k.shape[0])  # what fails now is released with it
-            for other, known in self._told.items():
-                _write(session, other, known.k, known.v, 0, known.stored)
-            session.write(layer, k, v, positions=list(positions))
-            self.session, self._apart = session, None
-            self._shapes = {one: _shape(known.k, known.v) for one, known in self._told.items()}
+            self._store_anew(layer, k, v, positions)
         else:
             try:
                 session.write(layer, k, v, positions=list(positions))
+            except GeometryMismatch:  # it was taken over, and has a shape from before its reset
+                self._store_anew(layer, k, v, positions)
             except BaseException as error:
                 self._shapes[layer] = shape
                 self._failed(error, min(positions) if self.stored(layer) else 0)
@@ -198,10 +195,22 @@ class TensorPages:
         """Take a session that holds these tokens."""
         self.session = session
         for layer, (k, v) in enumerate(layers):
-            self._shapes[layer] = _shape(k, v)
+            if k.shape[2]:
+                self._shapes[layer] = _shape(k, v)
             self.told(layer, k, v, k.shape[2])
 
     # -- inside
+
+    def _store_anew(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: Sequence[int]
+    ) -> None:
+        """Store tokens, and all those before, in another session. The old one is released."""
+        session = self._open(k.shape[0])  # what fails now is released with it
+        for other, known in self._told.items():
+            _write(session, other, known.k, known.v, 0, known.stored)
+        session.write(layer, k, v, positions=list(positions))
+        self.session, self._apart = session, None
+        self._shapes = {one: _shape(known.k, known.v) for one, known in self._told.items()}
 
     def _open(self, num_rows: int) -> Session:
         if self._capacity is None:
@@ -251,20 +260,38 @@ class TensorPages:
             return
         shapes = {layer: _shape(*pair) for layer, pair in enumerate(zip(keys, values, strict=True))}
         session = self.session
-        if session is None or any(shapes.get(one, had) != had for one, had in self._shapes.items()):
+        if any(shapes.get(one, had) != had for one, had in self._shapes.items()):
+            session = None
+        if session is not None:
+            try:
+                start = self._cut_back(session, num_rows, start)
+                self._write_all(session, keys, values, start)
+            except GeometryMismatch:  # as in `store`
+                session = None
+        if session is None:
             session = self._open(num_rows)
-            start = 0
-        elif session.num_rows != num_rows or self._rows_apart:
-            self._rows_apart = True  # until it is done
-            start = 0
-            session.reset()
-            if session.num_rows != num_rows:
-                session.select([0] * num_rows)
-        else:
-            start = _cut(session, start)
+            self._write_all(session, keys, values, 0)
+        self.session, self._shapes = session, {**self._shapes, **shapes}
+
+    def _cut_back(self, session: Session, num_rows: int, start: int) -> int:
+        """Make a session ready for positions from `start` on, or from where it says."""
+        if session.num_rows == num_rows and not self._rows_apart:
+            return _cut(session, start)
+        self._rows_apart = True  # until it is done
+        session.reset()
+        if session.num_rows != num_rows:
+            session.select([0] * num_rows)
+        return 0
+
+    def _write_all(
+        self,
+        session: Session,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        start: int,
+    ) -> None:
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
             _write(session, layer, k, v, start, self.stored(layer))
-        self.session, self._shapes = session, {**self._shapes, **shapes}
 
 
 def _cut(session: Session, start: int) -> int:

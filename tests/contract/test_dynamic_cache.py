@@ -583,6 +583,36 @@ def test_attach_to_layers_without_tokens(cache: DynamicCache, cache_client: Clie
     assert len(DynamicCache.attach(twin.detach(), client=cache_client)) == 0
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_attach_after_a_reset(cache: DynamicCache, cache_client: Client, by_hand: bool) -> None:
+    """Row `reset()`: the next tokens may have another shape and dtype, whoever stores them."""
+    for layer in range(3):
+        cache.update(*random_states(3), layer)
+    cache.reset()
+    twin = copy.deepcopy(DynamicCache.attach(cache.detach(), client=cache_client))
+    expected = [random_states(2, heads=1, dim=8), random_states(2, heads=3)]
+    expected[0] = (expected[0][0].double(), expected[0][1].double())
+    if by_hand:
+        twin.key_cache[:], twin.value_cache[:] = map(list, zip(*expected, strict=True))
+    else:
+        for layer, states in enumerate(expected):
+            twin.update(*states, layer)
+    assert_same(assert_survives(twin, cache_client), expected)
+
+
+def test_attach_in_the_first_step_after_a_reset(cache: DynamicCache, cache_client: Client) -> None:
+    """Row `reset()`: layers that have no tokens yet are not there, and take what comes."""
+    for layer in range(2):
+        cache.update(*random_states(3), layer)
+    cache.reset()
+    expected = [random_states(2), random_states(2, heads=1, dim=8)]
+    cache.update(*expected[0], 0)
+    twin = DynamicCache.attach(cache.detach(), client=cache_client)
+    assert len(twin) == 1
+    twin.update(*expected[1], 1)
+    assert_same(assert_survives(twin, cache_client), expected)
+
+
 def test_attach_refuses_rows_of_different_length(cache_client: Client) -> None:
     """A session whose rows differ in length is not taken, and lives on."""
     session = cache_client.open(num_rows=2)
