@@ -165,12 +165,12 @@ class Security:
     Fields:
         token_file: Bearer tokens; see `kvservice.credentials.TokenFile`.
         key_file: What manager and workers share; see `kvservice.credentials.KeyFile`.
-        metrics_token_file: Who may read numbers over HTTP, where others can reach that; see
+        metrics_token_file: Who may read numbers, where others can reach that port; see
             `kvservice.credentials.MetricsTokenFile`.
         quota_file: What tenants may take; see `kvservice.credentials.QuotaFile`.
-        tls_cert, tls_key: The server's own certificate and its key, PEM. None: plaintext.
+        tls_cert, tls_key: The server's certificate and key, for gRPC and metrics. None: plaintext.
         tls_ca: Who signs the certificates of those whom it calls, and of callers.
-        mutual_tls: Callers must show a certificate.
+        mutual_tls: Callers over gRPC must show a certificate.
         tls_server_name: What the certificates of manager and workers name, where it is not their
             addresses.
         insecure: Serve other machines without authentication, or tokens in plaintext.

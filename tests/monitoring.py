@@ -8,7 +8,7 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,26 @@ class Prometheus:
         return sum(target["health"] == "up" for target in self.get("targets")["activeTargets"])
 
 
+def secured_job(name: str, target: str, *, ca_file: Path, token_file: Path) -> dict[str, Any]:
+    """Return the job for a server with a certificate for `localhost`, as the comment of
+    `deploy/prometheus` has it."""
+    lines = (DEPLOY / "prometheus" / "prometheus.yml").read_text().splitlines()
+    said = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
+    job: dict[str, Any] = yaml.safe_load("\n".join(said))
+    assert job.keys() == {"scheme", "tls_config", "authorization"}
+    job["tls_config"] |= {"ca_file": str(ca_file), "server_name": "localhost"}
+    job["authorization"] |= {"credentials_file": str(token_file)}
+    return {"job_name": name, "static_configs": [{"targets": [target]}], **job}
+
+
 @contextmanager
 def running_prometheus(
-    folder: Path, *, manager: str, workers: Iterable[str], alertmanager: str
+    folder: Path,
+    *,
+    manager: str,
+    workers: Iterable[str],
+    more_jobs: Sequence[dict[str, Any]] = (),
+    alertmanager: str,
 ) -> Iterator[Prometheus]:
     """Scrape a service as `deploy/prometheus` says, at other addresses and many times faster.
 
@@ -84,6 +101,7 @@ def running_prometheus(
     }
     for job, targets in zip(config["scrape_configs"], ([manager], list(workers)), strict=True):
         job["static_configs"][0]["targets"] = targets
+    config["scrape_configs"] += more_jobs
     [managers] = config["alerting"]["alertmanagers"]
     managers["static_configs"][0]["targets"] = [alertmanager]
     folder.mkdir()

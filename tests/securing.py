@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ class Folder:
 
     def mutual_tls(self, **changes: Any) -> Security:
         return self.tls(mutual_tls=True, **changes)
+
+    def https(self) -> ssl.SSLContext:
+        """Return what an HTTP client trusts servers by; it shows no certificate of its own."""
+        return ssl.create_default_context(cafile=self.name("ca.pem"))
 
     def client_tls(self, caller: str | None = None, **changes: Any) -> Tls:
         """Return what a client is told; `caller` such as "tenant-alice": with that certificate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import importlib.util
 import json
 import platform
@@ -10,9 +11,8 @@ import re
 import resource
 import socket
 import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from importlib import metadata
@@ -21,10 +21,12 @@ from typing import Any, Final
 
 from kvservice import __version__, config
 from kvservice.cli.exits import FAILED, OK
+from kvservice.cli.securing import tls_of
 from kvservice.cli.showing import connect_to, find_state
 from kvservice.clock import SystemClock
 from kvservice.cluster.ports import check_port_free
 from kvservice.core.errors import KVServiceError
+from kvservice_client import Tls
 
 FINE: Final = "ok"
 WARNING: Final = "warning"
@@ -230,7 +232,7 @@ def _of_service(arguments: argparse.Namespace) -> Iterator[Finding]:
     endpoints = [worker.metrics_address for worker in workers if worker.metrics_address]
     if state is not None and state.metrics_address:
         endpoints.insert(0, state.metrics_address)
-    yield _check_metrics(endpoints)
+    yield _check_metrics(endpoints, tls_of(arguments))
 
 
 def _advice_for(address: str) -> str:
@@ -300,25 +302,20 @@ def _check_worker(worker: Any) -> Finding:
     return Finding("reachable", FINE, f"{name} at {address}")
 
 
-def _check_metrics(endpoints: list[str]) -> Finding:
-    """Check that numbers can be had and, by the servers' own dates, that clocks agree."""
+def _check_metrics(endpoints: list[str], tls: Tls | None) -> Finding:
+    """Check that numbers can be had and, by the servers' own dates, that clocks agree.
+
+    Args:
+        tls: How they are asked, as gRPC is. None: in plaintext.
+    """
     if not endpoints:
         return Finding("clocks", FINE, "not compared: no endpoint for metrics is known")
     skews: dict[str, float] = {}
     failures: list[str] = []
     for endpoint in endpoints:
         try:
-            with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=_TIMEOUT_S) as answer:
-                said = answer.headers["Date"]
-        except urllib.error.HTTPError as error:  # such as: they are for Prometheus' token alone
-            said = error.headers["Date"]
-            error.close()
-        except OSError as error:
-            failures.append(f"{endpoint}: {error}")
-            continue
-        try:
-            date = parsedate_to_datetime(said).timestamp()
-        except (TypeError, ValueError) as error:
+            date = parsedate_to_datetime(_date_at(endpoint, tls)).timestamp()
+        except (OSError, http.client.HTTPException, TypeError, ValueError) as error:
             failures.append(f"{endpoint}: {error}")
             continue
         # The header has whole seconds, rounded down.
@@ -335,6 +332,19 @@ def _check_metrics(endpoints: list[str]) -> Finding:
             "let both follow NTP: tokens and certificates are judged by the clock (leases are not)",
         )
     return Finding("clocks", FINE, f"{len(skews)} compared, none more than {_MAX_SKEW_S:g} s off")
+
+
+def _date_at(endpoint: str, tls: Tls | None) -> str:
+    """Return what a server dates its answer, such as: metrics are for Prometheus' token alone."""
+    host, port = _split(endpoint)
+    with closing(http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)) as connection:
+        connection.connect()
+        if tls is not None:
+            context = ssl.create_default_context(cafile=tls.ca_file)
+            name = tls.server_name or host
+            connection.sock = context.wrap_socket(connection.sock, server_hostname=name)
+        connection.request("GET", "/metrics")
+        return connection.getresponse().headers["Date"] or ""
 
 
 def _split(address: str) -> tuple[str, int]:

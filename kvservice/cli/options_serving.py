@@ -48,7 +48,8 @@ def add_up(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="PORT",
-        help="the manager's for Prometheus (default: any; `status` shows where)",
+        help="the manager's for Prometheus, over HTTPS if there is a certificate (default: any; "
+        "`status` shows where)",
     )
     parser.add_argument(
         "--worker-metrics-port",
@@ -233,7 +234,7 @@ def add_listening(parser: argparse.ArgumentParser, port: int) -> None:
         type=int,
         default=0,
         metavar="PORT",
-        help="for Prometheus (default: any free one)",
+        help="for Prometheus, over HTTPS if there is a certificate (default: any free one)",
     )
     parser.add_argument(
         "--health-port",

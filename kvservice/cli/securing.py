@@ -83,11 +83,18 @@ def calling(arguments: argparse.Namespace) -> dict[str, Any]:
         if not words:
             raise ConfigError(f"{arguments.token_file} is empty; it should hold the bearer token")
         found["token"] = words[0]
-    if arguments.tls_ca or arguments.tls_cert:
-        found["tls"] = Tls(
-            ca_file=arguments.tls_ca,
-            cert_file=arguments.tls_cert,
-            key_file=arguments.tls_key,
-            server_name=arguments.tls_server_name,
-        )
+    if (tls := tls_of(arguments)) is not None:
+        found["tls"] = tls
     return found
+
+
+def tls_of(arguments: argparse.Namespace) -> Tls | None:
+    """Return how servers are asked over TLS, for their metrics by HTTPS; None: in plaintext."""
+    if not (arguments.tls_ca or arguments.tls_cert):
+        return None
+    return Tls(
+        ca_file=arguments.tls_ca,
+        cert_file=arguments.tls_cert,
+        key_file=arguments.tls_key,
+        server_name=arguments.tls_server_name,
+    )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvservice import config
 from kvservice.cli.exits import NOT_RUNNING, OK, UNHEALTHY, NotRunning
-from kvservice.cli.securing import calling
+from kvservice.cli.securing import calling, tls_of
 from kvservice.cli.serving import described
 from kvservice.cluster.processes import is_alive
 from kvservice.cluster.state import Kind, RunState, StateStore
@@ -66,7 +66,8 @@ def workers(arguments: argparse.Namespace) -> int:
     """List the workers."""
     with connect_to(arguments) as client:
         found = _workers(client)
-    print(json.dumps({"workers": found}, indent=2) if arguments.json else _workers_table(found))
+    as_json = arguments.json
+    print(json.dumps({"workers": found}, indent=2) if as_json else _workers_table(found, arguments))
     return OK
 
 
@@ -119,7 +120,7 @@ def _print_status(arguments: argparse.Namespace, code: int, found: dict[str, Any
     where = f" at {found['managerAddress']}" if found.get("managerAddress") else ""
     print(f"{'healthy' if code == OK else found['reason']}{where}")
     if found.get("workers"):
-        print(_workers_table(found["workers"]))
+        print(_workers_table(found["workers"], arguments))
     return code
 
 
@@ -127,7 +128,8 @@ def _workers(client: Client) -> list[dict[str, Any]]:
     return [json_form(worker) for worker in client.list_workers()]
 
 
-def _workers_table(found: list[dict[str, Any]]) -> str:
+def _workers_table(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    scheme = "http" if tls_of(arguments) is None else "https"
     rows = [
         (
             worker["workerId"],
@@ -136,7 +138,7 @@ def _workers_table(found: list[dict[str, Any]]) -> str:
             worker["device"],
             worker["sessionCount"],
             config.format_size(worker["freeBytes"]),
-            worker["metricsAddress"],
+            f"{scheme}://{address}/metrics" if (address := worker["metricsAddress"]) else "",
         )
         for worker in found
     ]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import ssl
+import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import BufferedIOBase
 from socketserver import ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -14,16 +19,21 @@ from prometheus_client import CollectorRegistry
 
 from kvservice.config import ConfigError
 
+LOG = logging.getLogger(__name__)
+
 Page = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 """A WSGI application, for GET and HEAD alone."""
 
 METRICS: Final = "/metrics"
 MAX_CONNECTIONS: Final = 64
+HANDSHAKE_S: Final = 10.0
+"""A connection over TLS is closed if its handshake takes longer, however many bytes come."""
+
 _IDLE_S: Final = 30.0
 
 
 class MetricsEndpoint:
-    """Serves a registry over HTTP, at `/metrics`, between its making and `close`."""
+    """Serves a registry over HTTP or HTTPS, at `/metrics`, between its making and `close`."""
 
     def __init__(
         self,
@@ -33,12 +43,14 @@ class MetricsEndpoint:
         pages: Mapping[str, Page] | None = None,
         *,
         guard: Callable[[Page], Page] = lambda page: page,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """
         Args:
             port: 0: any free one.
             pages: What else there is, by its path. Nothing can be changed over HTTP.
             guard: Lets the registry be seen by those alone who may.
+            tls: Returns the context for a connection that has just been accepted. None: plaintext.
 
         Raises:
             ConfigError: The port is taken, or the host is not this machine's.
@@ -58,6 +70,7 @@ class MetricsEndpoint:
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}; choose another "
                 "port, or 0 for any free one"
             ) from error
+        self._server.tls = tls
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="kvservice-http", daemon=True
         )
@@ -71,9 +84,12 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection, of which there are so many at the most."""
+    """A thread for each connection, of which there are so many at the most, handshakes included."""
 
     daemon_threads = True
+    # Else those beyond five at once would wait for their packets to be sent again.
+    request_queue_size = MAX_CONNECTIONS
+    tls: Callable[[], ssl.SSLContext] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
@@ -91,9 +107,81 @@ class _Server(ThreadingMixIn, WSGIServer):
         finally:
             self._places.release()
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if self.tls is None:
+            super().finish_request(request, client_address)
+            return
+        with _encrypted(request, self.tls()) as connection:
+            super().finish_request(connection, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        del request
+        error = sys.exception()
+        if isinstance(error, _HandshakeFailed):
+            LOG.info("refused an HTTPS connection from %s: %s", client_address[0], error)
+        elif isinstance(error, OSError):
+            LOG.debug("lost an HTTP connection from %s: %s", client_address[0], error)
+        else:
+            LOG.exception("could not answer %s over HTTP", client_address[0])
+
+
+class _HandshakeFailed(Exception):
+    """A peer wants something else than TLS, another TLS than this, or takes too long."""
+
+
+@contextmanager
+def _encrypted(connection: socket.socket, context: ssl.SSLContext) -> Iterator[ssl.SSLSocket]:
+    """Shake hands, and take leave afterwards. However it ends, the connection is closed."""
+    connection.settimeout(HANDSHAKE_S)
+    # Not at once: a peer that has gone already would be taken for one that is still to connect.
+    with context.wrap_socket(
+        connection, server_side=True, do_handshake_on_connect=False
+    ) as encrypted:
+        try:
+            encrypted.do_handshake()
+        except OSError as error:
+            raise _HandshakeFailed(_why(error)) from error
+        yield encrypted
+        # That nothing was cut off. The peer's own leave is not waited for.
+        encrypted.settimeout(0.0)
+        with suppress(OSError):
+            encrypted.unwrap()
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no handshake within {HANDSHAKE_S:g} s"
+    if not isinstance(error, ssl.SSLError):
+        return f"it has gone: {error.strerror}"
+    if error.reason == "HTTP_REQUEST":
+        return "it speaks plaintext, and this port HTTPS alone"
+    return str(error.reason or error).replace("_", " ").lower()
+
+
+class _Writer(BufferedIOBase):
+    """Writes to a peer. If that is gone, or takes nothing, says so in the one way that wsgiref
+    expects of peers: for the errors of TLS and of timeouts it would print a traceback."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise ConnectionAbortedError(str(error)) from error
+        return len(data)
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _IDLE_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.wfile = _Writer(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Say nothing of each scrape."""

@@ -112,7 +112,12 @@ class ProcessServer:
         if settings.metrics_port is not None:
             guard = self.secrets.numbers_guard(settings.host)
             endpoint = MetricsEndpoint(
-                metrics.registry, settings.host, settings.metrics_port, pages, guard=guard
+                metrics.registry,
+                settings.host,
+                settings.metrics_port,
+                pages,
+                guard=guard,
+                tls=self.secrets.https_context(),
             )
             running.callback(endpoint.close)
             self.metrics_address = _join(settings.advertise_host or settings.host, endpoint.port)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import ssl
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,13 @@ from kvservice.core.capability import Keyring
 from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.credentials import (
     CertificateFiles,
+    Certificates,
     KeyFile,
     MetricsTokenFile,
     QuotaFile,
     TokenFile,
 )
+from kvservice.runtime.https import HttpsContexts, server_context
 from kvservice.runtime.numbers import Page, guarded, is_open
 from kvservice.server.dialing import Dialer, ServerCredentials, server_credentials
 from kvservice.server.guard import Guard, OpenGuard
@@ -124,6 +127,10 @@ class Secrets:
             return None
         return server_credentials(self._certificates, mutual=self._security.mutual_tls)
 
+    def https_context(self) -> Callable[[], ssl.SSLContext] | None:
+        """Return what an HTTP port shows over TLS, for each connection anew; None: plaintext."""
+        return None if self._certificates is None else HttpsContexts(self._certificates).get
+
     def dialer(self) -> Dialer:
         """Return how to connect to the manager, or to workers."""
         return Dialer(self._certificates, server_name=self._security.tls_server_name)
@@ -144,10 +151,15 @@ class Secrets:
             raise ConfigError(
                 f"TLS needs the package {error.name}: pip install 'kvservice[server]'"
             ) from error
+
+        def check(name: str, found: Certificates) -> None:
+            check_certificates(name, found, self._clock.time())
+            server_context(name, found)
+
         return CertificateFiles(
             Path(security.tls_cert),
             Path(security.tls_key),
             None if security.tls_ca is None else Path(security.tls_ca),
-            check=lambda name, found: check_certificates(name, found, self._clock.time()),
+            check=check,
             clock=self._clock,
         )

@@ -166,6 +166,34 @@ def test_prometheus_is_given_the_token_that_the_servers_read() -> None:
     assert "authorization" not in json.dumps(insecure)
 
 
+def test_prometheus_trusts_what_the_servers_show() -> None:
+    """HTTPS by the CA and the name of the servers' own Secret, without a certificate of its own,
+    also where callers over gRPC need one; plaintext where there are no certificates."""
+    for settings in ((), ("security.tls.mutual=true",), ("security.tls.serverName=kv.example",)):
+        objects = render("tls", *settings)
+        [monitor] = of_kind(objects, "PodMonitor")
+        ours, rays = monitor["spec"]["podMetricsEndpoints"]
+        assert ours["scheme"] == "https"
+        text = json.dumps(cluster(objects))
+        ca, name = ours["tlsConfig"]["ca"]["secret"], ours["tlsConfig"]["serverName"]
+        assert f"--tls-ca=/etc/kvservice/tls/{ca['key']}" in text
+        assert f'"secretName": "{ca["name"]}"' in text
+        assert f"--tls-server-name={name}" in text
+        assert ours["tlsConfig"].keys() == {"ca", "serverName"}
+        assert "scheme" not in rays
+    [insecure] = of_kind(render("cpu"), "PodMonitor")
+    assert "tls" not in json.dumps(insecure)
+
+
+def test_notes_say_how_to_see_the_page() -> None:
+    """The scheme is that of the servers."""
+    for profile, url in (("tls", "https://localhost:9464/"), ("cpu", "http://localhost:9464/")):
+        values = ("--values", str(values_file(profile)))
+        done = helm("install", "kv", str(CHART), "--dry-run=client", "-n", "prod", *values)
+        assert done.returncode == 0, done.stderr
+        assert url in done.stdout.partition("NOTES:")[2]
+
+
 # With the models of the Prometheus operator. They ignore unknown fields, so what is read is
 # written again and compared.
 OPERATOR = """

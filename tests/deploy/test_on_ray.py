@@ -216,6 +216,18 @@ def with_tenant(spec: Any) -> Any:
     return spec
 
 
+SCRAPE = """
+import http.client, socket, ssl, sys
+
+address, port, ca, name, token = sys.argv[1:]
+context = ssl.create_default_context(cafile=ca)
+connection = http.client.HTTPSConnection(name)
+plain = socket.create_connection((address, int(port)), 5)
+connection.sock = context.wrap_socket(plain, server_hostname=name)
+connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+print(connection.getresponse().read().decode())
+"""
+
 PROBE = """
 import sys, grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -283,17 +295,19 @@ def test_nobody_gets_in_without_a_token(release: Release) -> None:
 
 
 def test_ports_are_what_the_chart_says(release: Release) -> None:
-    """Metrics where the PodMonitor scrapes, for its token; no lane beside TLS, being plaintext."""
+    """Metrics where and how the PodMonitor scrapes, for its token; no lane beside TLS, being
+    plaintext."""
     dial = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
-    read = (
-        "import sys, urllib.request as r; headers = {'Authorization': f'Bearer {sys.argv[2]}'}; "
-        "print(r.urlopen(r.Request(sys.argv[1], headers=headers), timeout=5).read())"
-    )
+    (monitor,) = of_kind(release.objects, "PodMonitor")
+    endpoint = monitor["spec"]["podMetricsEndpoints"][0]
+    assert endpoint["scheme"] == "https"
+    trusted = f"/etc/kvservice/tls/{endpoint['tlsConfig']['ca']['secret']['key']}"
+    expected = endpoint["tlsConfig"]["serverName"]
     for pod in (release.manager, *release.workers):
         ports = {port["name"]: port["containerPort"] for port in pod.spec["containers"][0]["ports"]}
-        url = f"http://{pod.address}:{ports['kv-metrics']}/metrics"
+        where = (pod.address, str(ports[endpoint["port"]]))
         for token, is_shown in ((METRICS_TOKEN, True), ("x" * 64, False)):
-            said = release.ask(sys.executable, "-c", read, url, token)
+            said = release.ask(sys.executable, "-c", SCRAPE, *where, trusted, expected, token)
             assert ("kvservice_build_info" in said.stdout) is is_shown
         for name, is_open in {"kv-grpc": True, "kv-health": True, "kv-lane": False}.items():
             if name in ports:

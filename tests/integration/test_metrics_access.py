@@ -53,12 +53,18 @@ def serving(security: Security, *, manager: bool, host: str = "0.0.0.0") -> Proc
     )
 
 
-def fetch(server: ProcessServer, token: str | None = None) -> int:
-    """Return the HTTP status of a scrape, and check that its numbers come with 200 alone."""
+def fetch(server: ProcessServer, token: str | None = None, folder: Folder | None = None) -> int:
+    """Return the HTTP status of a scrape, and check that its numbers come with 200 alone.
+
+    Args:
+        folder: Of the CA that signed the server's certificate. None: plaintext.
+    """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"http://{server.metrics_address}/metrics", headers=headers)
+    scheme, context = ("http", None) if folder is None else ("https", folder.https())
+    url = f"{scheme}://{server.metrics_address}/metrics"
+    request = urllib.request.Request(url, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=10, context=context) as answer:
             status, body = int(answer.status), answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -80,14 +86,18 @@ def test_prometheus_presents_its_token(folder: Folder, is_manager: bool) -> None
         metrics_token_file=folder.name("metrics-token"),
     )
     with serving(security, manager=is_manager) as server:
-        assert fetch(server) == 401
-        assert fetch(server, "guess-" + "0" * 32) == 401
-        assert fetch(server, TOKEN) == 200
+
+        def status(token: str | None = None) -> int:
+            return fetch(server, token, folder)
+
+        assert status() == 401
+        assert status("guess-" + "0" * 32) == 401
+        assert status(TOKEN) == 200
         wanted = {"alice": 403, "olga": 200, "prometheus": 200} if is_manager else {"olga": 401}
-        assert {name: fetch(server, folder.tokens[name]) for name in wanted} == wanted
+        assert {name: status(folder.tokens[name]) for name in wanted} == wanted
         replace_file(folder.path / "metrics-token", b"another-" + b"1" * 32, 0o600)
-        until(lambda: fetch(server, TOKEN) == 401)
-        assert fetch(server, "another-" + "1" * 32) == 200
+        until(lambda: status(TOKEN) == 401)
+        assert status("another-" + "1" * 32) == 200
 
 
 def test_nobody_is_asked_where_nobody_else_comes(folder: Folder, is_manager: bool) -> None:
@@ -104,7 +114,7 @@ def test_nobody_is_asked_where_nobody_else_comes(folder: Folder, is_manager: boo
 def test_without_any_token_they_are_for_this_machine(folder: Folder, is_manager: bool) -> None:
     """Where certificates alone say who calls: this port asks for none."""
     with serving(folder.mutual_tls(), manager=is_manager) as server:
-        assert fetch(server) == 200
+        assert fetch(server, folder=folder) == 200
     assert refusal_of({"REMOTE_ADDR": "10.1.2.3"}, None) == "403 Forbidden"
     assert refusal_of({"REMOTE_ADDR": "fe80::1"}, None) == "403 Forbidden"
     assert refusal_of({}, None) == "403 Forbidden"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kvservice.certificates import make_development_certificates
 from kvservice.clock import SystemClock
 from kvservice.config import ManagerSettings, Security, ServerLimits, WorkerSettings
 from kvservice.core.errors import AlreadyExists, KVServiceError
+from kvservice.credentials import replace_file
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
 from kvservice_client import Client, connect
@@ -29,6 +31,7 @@ from tests.monitoring import (
     promtool,
     running_alertmanager,
     running_prometheus,
+    secured_job,
 )
 from tests.programs import needs
 from tests.serving import scrape, until
@@ -81,7 +84,15 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
             running_prometheus(
                 folder / "prometheus",
                 manager=str(manager.metrics_address),
-                workers=[str(worker.metrics_address) for worker in (*workers, secured)],
+                workers=[str(worker.metrics_address) for worker in workers],
+                more_jobs=[
+                    secured_job(
+                        "kvservice-worker-secured",
+                        str(secured.metrics_address),
+                        ca_file=folder / "tls" / "ca.pem",
+                        token_file=folder / "metrics-token",
+                    )
+                ],
                 alertmanager=alertmanager,
             )
         )
@@ -95,18 +106,30 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 
 
 def secured_settings(folder: Path) -> WorkerSettings:
-    """Return the settings of a lone worker with certificates and quotas."""
+    """Return the settings of a lone worker with certificates and quotas, which others can reach."""
     make_development_certificates(
         folder / "tls", hosts=(), callers=(), days=30, now=SystemClock().time()
     )
+    for name in ("key", "metrics-token"):
+        replace_file(folder / name, secrets.token_hex(32).encode(), 0o600)
     (folder / "quotas.toml").write_text("[tenants.default]\npages = 1000\n")
     security = Security(
         tls_cert=str(folder / "tls" / "server.pem"),
         tls_key=str(folder / "tls" / "server.key"),
         tls_ca=str(folder / "tls" / "ca.pem"),
         quota_file=str(folder / "quotas.toml"),
+        key_file=str(folder / "key"),
+        metrics_token_file=str(folder / "metrics-token"),
     )
-    return WorkerSettings("secured", 64 << 20, metrics_port=0, limits=LIMITS, security=security)
+    return WorkerSettings(
+        "secured",
+        64 << 20,
+        host="0.0.0.0",
+        advertise_host="127.0.0.1",
+        metrics_port=0,
+        limits=LIMITS,
+        security=security,
+    )
 
 
 def start_manager(port: int = 0) -> ManagerServer:
@@ -197,6 +220,7 @@ def test_prometheus_has_what_is_exported(monitored: Monitored) -> None:
     # At every moment that was scraped, under load.
     assert p.value(f"max(max_over_time(abs({leak})[30s:500ms]))") == 0
     assert (p.value('sum(max_over_time(kvservice_pages{state="used"}[30s]))') or 0) >= 6
+    # Over HTTPS, for its token.
     ends_in = "kvservice_tls_certificate_expiry_timestamp_seconds{role='server'} - time()"
     assert (p.value(ends_in) or 0) == pytest.approx(30 * 86400, abs=600)
     assert p.value('sum(kvservice_workers{state="alive"})') == 2

@@ -257,7 +257,8 @@ def test_commands_are_for_whom_their_calls_are(
     folder: Folder, capsys: pytest.CaptureFixture[str], leaves_nothing: None
 ) -> None:
     """Tenants see their own sessions, operators all; only operators drain."""
-    with secured(folder, folder.tls(token_file=folder.name("tokens"))) as service:
+    security = folder.tls(token_file=folder.name("tokens"))
+    with secured(folder, security, metrics_port=0) as service:
         tls = folder.client_tls()
         owned = [service.connect(name, tls=tls).open(num_rows=1) for name in ("alice", "bob")]
 
@@ -284,6 +285,10 @@ def test_commands_are_for_whom_their_calls_are(
         findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
         assert "certificate holds for 2 days" in findings["TLS"]["found"]
         assert findings["TLS"]["outcome"] == "warning"
+        assert findings["clocks"]["found"].startswith("1 compared"), "over HTTPS"
+        assert command("olga", "workers") == 0
+        address = service.workers[0].metrics_address
+        assert f"https://{address}/metrics" in capsys.readouterr().out
         for session in owned:
             session.release()
 

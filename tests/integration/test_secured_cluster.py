@@ -208,7 +208,8 @@ def everything(service: Secured) -> Iterator[tuple[str, bytes]]:
             with contextlib.suppress(OSError):
                 yield f"{name} of {key.pid}", Path(f"/proc/{key.pid}/{name}").read_bytes()
     for address in metrics_addresses(service):
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        url, context = f"https://{address}/metrics", service.folder.https()
+        with urllib.request.urlopen(url, timeout=10, context=context) as answer:
             yield f"metrics at {address}", answer.read()
 
 

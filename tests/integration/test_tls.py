@@ -6,15 +6,19 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from kvservice.clock import SystemClock
 from kvservice.config import ConfigError, ManagerSettings, Security, WorkerSettings
 from kvservice.core.errors import Unavailable
+from kvservice.credentials import replace_file
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
 from kvservice_client import Tls, connect
@@ -170,6 +174,27 @@ def test_a_broken_new_certificate_leaves_the_old_one(
         assert len(caplog.records) <= 2, "once for each process that reads it"
 
 
+def weak(folder: Path, ours: Folder) -> Security:
+    """Return settings with a certificate of a key that no TLS library takes any more."""
+    folder.mkdir()
+    key = rsa.generate_private_key(65537, 1024)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "weak")])
+    now = datetime.fromtimestamp(SystemClock().time(), UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    replace_file(folder / "server.pem", certificate, 0o600)
+    replace_file(folder / "server.key", private, 0o600)
+    return ours.tls(tls_cert=str(folder / "server.pem"), tls_key=str(folder / "server.key"))
+
+
 def bad_settings(folders: dict[str, Folder], tmp_path: Path) -> Iterator[tuple[Security, str]]:
     ours, expired = folders["ours"], folders["expired"]
     other = folders["foreign"].name("server.key")
@@ -180,6 +205,7 @@ def bad_settings(folders: dict[str, Folder], tmp_path: Path) -> Iterator[tuple[S
     yield ours.tls(tls_key=str(readable)), "chmod 600"
     yield ours.tls(tls_cert=ours.name("nothing.pem")), "nothing.pem cannot be read"
     yield ours.tls(tls_cert=ours.name("key")), "not a certificate in PEM"
+    yield weak(tmp_path / "weak", ours), "cannot be shown over TLS"
     yield ours.tls(tls_key=ours.name("key")), "private key in PEM"
     yield ours.tls(tls_ca=ours.name("key")), "CA file"
     yield expired.tls(), "has expired at"
