@@ -147,7 +147,7 @@ def embedded_backend(
         switches[index].service = None
         service._sources[index] = _Silent()  # type: ignore[call-overload]
         config = service.workers[index].config
-        service.manager._routes.cut_off(config.worker_id, config.incarnation)
+        service.manager._directory.cut_off(config.worker_id, config.incarnation)
 
     def restart(index: int) -> None:
         worker = service.workers[index]

@@ -26,8 +26,13 @@ from kvservice.core.errors import (
     WorkerNotFound,
 )
 from kvservice.core.extents import find_lone
+from kvservice.core.failpoints import Failpoints
 from kvservice.core.session import SessionInfo
-from kvservice.manager.routes import Part, Routes
+from kvservice.manager.calls import WorkerCalls
+from kvservice.manager.directory import SharedDirectory
+from kvservice.manager.lookup import Lookup
+from kvservice.manager.parts import Part
+from kvservice.manager.turns import Turns
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.convert import session_from_pb
 
@@ -69,8 +74,26 @@ class Moves:
     may be gone at any moment: what it has begun ends without it. Thread-safe.
     """
 
-    def __init__(self, routes: Routes, clock: Clock, incarnation: str) -> None:
-        self._routes = routes
+    def __init__(
+        self,
+        directory: SharedDirectory,
+        calls: WorkerCalls,
+        lookup: Lookup,
+        turns: Turns,
+        *,
+        clock: Clock,
+        incarnation: str,
+        failpoints: Failpoints,
+    ) -> None:
+        """
+        Args:
+            incarnation: The manager's: begins the ids of its moves.
+        """
+        self._directory = directory
+        self._calls = calls
+        self._lookup = lookup
+        self._turns = turns
+        self._failpoints = failpoints
         self._clock = clock
         self._incarnation = incarnation
         self._lock = threading.Lock()
@@ -123,7 +146,7 @@ class Moves:
             try:
                 info = self._ask(move)
             except WorkerLost:
-                if now >= silent_by or self._routes.is_dead(move.target):
+                if now >= silent_by or self._directory.is_dead(move.target):
                     raise
             else:
                 if info is not None:
@@ -136,9 +159,9 @@ class Moves:
 
     def _source_of(self, key: SessionKey, target: str, source: str) -> str:
         """Return from which worker a session is to go, if it can go to the target."""
-        self._routes.check_takes_sessions(target)
+        self._directory.check_takes_sessions(target)
         caller = Caller(key[0], Role.TENANT)
-        parts = [part.worker_id for part in self._routes.parts(key, caller, look_only=True)]
+        parts = [part.worker_id for part in self._lookup.parts(key, caller, look_only=True)]
         if target in parts:
             raise AlreadyExists(f"worker {target} holds the session, or a part of it")
         if source and source not in parts:
@@ -156,7 +179,7 @@ class Moves:
         for move in list(self._looked_after.values()):
             self._look_at(move)
         now = self._clock.monotonic()
-        leaving, missing = self._routes.leaving(), self._routes.missing_copies()
+        leaving, missing = self._directory.leaving(), self._directory.missing_copies()
         self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
         listed = {key for _, keys in leaving for key in keys} | missing.keys()
         self._not_before = {k: at for k, at in self._not_before.items() if k in listed}
@@ -173,14 +196,14 @@ class Moves:
         return (
             len(self._looked_after) < MAX_AT_ONCE
             and key not in self._under_way
-            and not self._routes.is_busy(key)
+            and not self._turns.is_taken(key)
             and self._not_before.get(key, 0.0) <= now
         )
 
     def _let_copy(self, key: SessionKey, now: float) -> None:
         """Begin to make a copy that a session lacks, on the best worker that has not refused it."""
         try:
-            parts = self._routes.parts(key, Caller(key[0], Role.TENANT), look_only=True)
+            parts = self._lookup.parts(key, Caller(key[0], Role.TENANT), look_only=True)
             lone = find_lone([part.info for part in parts])
             source = next((part for part in parts if part.info is lone), None)
             held = {part.worker_id for part in parts}
@@ -188,13 +211,13 @@ class Moves:
             if source is None or target is None:
                 self._not_before[key] = now + PAUSE_S
                 return
-            if target in self._routes.holders(key):
+            if target in self._directory.holders(key):
                 # What the session has left behind there makes room for what it is now.
                 release = types_pb2.ReleaseRequest(
                     session_ids=[key[1]], epochs=[max(1, source.info.epoch - 1)]
                 )
-                self._routes.ask(target, "Release", release, Caller(key[0], Role.TENANT))
-                self._routes.end(key, target)
+                self._calls.ask(target, "Release", release, Caller(key[0], Role.TENANT))
+                self._directory.end(key, target)
             move = self._begin(key, source.worker_id, target, keep=True)
         except KVServiceError as error:
             LOG.debug("a session lacks a copy for now: %s", error)
@@ -204,7 +227,7 @@ class Moves:
 
     def _let_go(self, key: SessionKey, source: str, now: float) -> None:
         """Begin to move a session to the best worker that has not refused it."""
-        target = self._best_target(key, set(self._routes.holders(key)))
+        target = self._best_target(key, set(self._directory.holders(key)))
         if target is None:
             self._not_before[key] = now + PAUSE_S
             return
@@ -218,7 +241,7 @@ class Moves:
         """Return the best worker that neither holds a session nor has refused it; None: there is
         none, and after a pause all are asked again."""
         out = held | self._refused.get(key, set())
-        target = next((one for one in self._routes.ranked() if one not in out), None)
+        target = next((one for one in self._directory.ranked() if one not in out), None)
         if target is None:
             self._refused.pop(key, None)
         return target
@@ -227,7 +250,7 @@ class Moves:
         try:
             info = self._ask(move)
         except WorkerLost:
-            if not self._routes.is_dead(move.target):
+            if not self._directory.is_dead(move.target):
                 return  # it will be heard again, and knows how far it is
             failed: KVServiceError | None = None
         except KVServiceError as error:
@@ -254,8 +277,8 @@ class Moves:
     # One move
 
     def _begin(self, key: SessionKey, source: str, target: str, *, keep: bool = False) -> Move:
-        record = self._routes.record_of(source)
-        if self._routes.is_busy(key):
+        record = self._directory.record_of(source)
+        if self._turns.is_taken(key):
             raise Conflict("the session is being opened, or grows", retry_delay_s=1.0)
         with self._lock:
             if key in self._under_way:
@@ -279,7 +302,7 @@ class Moves:
             WorkerLost: The target does not answer.
             KVServiceError: It does not take it, or cannot.
         """
-        state = self._routes.state_of_life(move.source_incarnation)
+        state = self._directory.state_of_life(move.source_incarnation)
         request = worker_pb2.PullSessionRequest(
             tenant=move.key[0],
             session_id=move.key[1],
@@ -290,20 +313,20 @@ class Moves:
             source_is_dead=state is WorkerState.DEAD,
             keep=move.keep,
         )
-        answer = self._routes.ask(move.target, "PullSession", request, SERVICE)
-        self._routes.passed("manager.move.begun")
+        answer = self._calls.ask(move.target, "PullSession", request, SERVICE)
+        self._failpoints.passed("manager.move.begun")
         return session_from_pb(answer.session) if answer.HasField("session") else None
 
     def _arrived(self, move: Move, info: SessionInfo) -> None:
         """Note where a session is now, and tell the worker before it, if there is one."""
-        self._routes.passed("manager.move.done")
+        self._failpoints.passed("manager.move.done")
         if move.keep:
-            self._routes.note(move.key, [Part(move.target, info)])
+            self._directory.note(move.key, [Part(move.target, info)])
             LOG.info("a session on worker %s has a copy on %s", move.source, move.target)
             return
-        others = [one for one in self._routes.holders(move.key) if one != move.source]
-        self._routes.note(move.key, [Part(move.target, info)])
-        self._routes.end(move.key, move.source)
+        others = [one for one in self._directory.holders(move.key) if one != move.source]
+        self._directory.note(move.key, [Part(move.target, info)])
+        self._directory.end(move.key, move.source)
         LOG.info("a session has moved from worker %s to %s", move.source, move.target)
         for worker_id in others:
             if worker_id != move.target:
@@ -315,7 +338,7 @@ class Moves:
         caller = Caller(move.key[0], Role.TENANT)
         ask = types_pb2.GetSessionRequest(session_id=move.key[1], look_only=True)
         with suppress(KVServiceError):
-            extents: Sequence[types_pb2.Extent] = self._routes.ask(
+            extents: Sequence[types_pb2.Extent] = self._calls.ask(
                 worker_id, "GetSession", ask, caller
             ).session.extents
             followers = extents[0].followed_by.split(",") if extents else []
@@ -327,4 +350,4 @@ class Moves:
                     epoch=info.epoch,
                     followed_by=",".join(now),
                 )
-                self._routes.ask(worker_id, "Append", note, caller)
+                self._calls.ask(worker_id, "Append", note, caller)

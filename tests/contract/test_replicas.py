@@ -589,8 +589,8 @@ def test_no_copy_of_what_is_being_opened(start_here: Start) -> None:
         for index, worker in enumerate(backend.workers)
         if worker.config.worker_id not in [copy.worker_id for copy in copies(driver)[0]]
     )
-    with backend.manager._routes.one_at_a_time(key):
-        backend.manager._routes.end(key, copies(driver)[0][0].worker_id)
+    with backend.manager._turns.take(key):
+        backend.manager._directory.end(key, copies(driver)[0][0].worker_id)
         backend.manager.look_after_moves()
         assert not backend.manager._moves._under_way
         with pytest.raises(Conflict):

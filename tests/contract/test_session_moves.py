@@ -403,7 +403,7 @@ def test_a_late_copy_of_the_request_that_opened_it() -> None:
         )
         backend.move(session.id, 1 - holder)
         backend.kill(1 - holder)
-        backend.manager._routes.end((ANONYMOUS.tenant, session.id), f"worker-{1 - holder}")
+        backend.manager._directory.end((ANONYMOUS.tenant, session.id), f"worker-{1 - holder}")
         backend.bury(1 - holder)
         with pytest.raises(WorkerLost):
             backend.manager.allocate(request, ANONYMOUS)

@@ -597,7 +597,7 @@ def test_a_lost_tail_is_missed_by_a_new_manager(two: Cluster) -> None:
     two.workers[tail].stop(0.0)
     two.manager = two.start_manager(port, workers_expected=2)
     two.wait_for(first, manager_pb2.WORKER_STATE_ALIVE)
-    if two.clock.monotonic() < two.manager.manager._routes._settled_at - 0.5:
+    if two.clock.monotonic() < two.manager.manager._settling.ends_at - 0.5:
         with pytest.raises(errors.Unavailable):  # it may be on its way
             two.get(session.session_id)
     two.start_worker(tail)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 
 from kvservice.core.directory import Directory
-from kvservice.manager.routes import Routes
+from kvservice.manager.lookup import Lookup
 from kvservice_client._changes import Changes
 from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
@@ -102,7 +102,7 @@ def no_word_of_the_follower(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_telling_old_parts_from_new(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvservice.manager.routes.current", list)
+    patch.setattr("kvservice.manager.lookup.current", list)
 
 
 def pages_that_stay_behind(patch: pytest.MonkeyPatch) -> None:
@@ -114,8 +114,8 @@ def nothing_expires(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_without_a_word(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("kvservice.manager.routes.find_loss", lambda infos: None)
-    patch.setattr("kvservice.manager.service.find_loss", lambda infos: None)
+    patch.setattr("kvservice.manager.lookup.find_loss", lambda infos: None)
+    patch.setattr("kvservice.manager.changes.find_loss", lambda infos: None)
 
 
 def old_parts_count(patch: pytest.MonkeyPatch) -> None:
@@ -160,15 +160,15 @@ def steps_reach_one_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_copy_that_is_behind_counts(patch: pytest.MonkeyPatch) -> None:
-    for module in ("core.extents", "manager.routes", "manager.service"):
+    for module in ("core.extents", "manager.forks", "manager.lookup"):
         patch.setattr(f"kvservice.{module}.without_laggards", list)
 
 
 def a_copy_is_promoted_from_an_epoch_before(patch: pytest.MonkeyPatch) -> None:
-    def not_left_behind(self: Routes, key: Any, asked: Any) -> Any:
+    def not_left_behind(self: Lookup, key: Any, asked: Any) -> Any:
         return {worker_id: info for worker_id, info in asked.items() if info is not None}
 
-    patch.setattr(Routes, "_not_left_behind", not_left_behind)
+    patch.setattr(Lookup, "_not_left_behind", not_left_behind)
 
 
 def what_was_given_up_stays_at_the_same_epoch(patch: pytest.MonkeyPatch) -> None:

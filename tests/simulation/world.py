@@ -149,7 +149,7 @@ class SimManager(Process):
             failpoints=Points(world, self),
         )
         world.network.servers[MANAGER] = Server(self, self._handle, waits=True)
-        self.directory = self.manager._routes._directory
+        self.directory = self.manager._directory._directory
         self._moves = self.manager._moves
         self._looks = self._looks_after_moves = False
         self._tick()
