@@ -284,7 +284,9 @@ def add_security(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="who signs the certificates of manager, workers and callers",
     )
-    group.add_argument("--mutual-tls", action="store_true", help="callers must show a certificate")
+    group.add_argument(
+        "--mutual-tls", action="store_true", help="callers over gRPC must show a certificate"
+    )
     group.add_argument(
         "--tls-server-name",
         metavar="NAME",

@@ -50,8 +50,13 @@ def server_context(name: str, found: Certificates) -> ssl.SSLContext:
         with _as_file(found.certificate) as chain, _as_file(found.private_key) as key:
             context.load_cert_chain(chain, key)
     except ssl.SSLError as error:
-        reason = (error.reason or str(error)).replace("_", " ").lower()
+        reason = str(error.reason or error).replace("_", " ").lower()
         raise ConfigError(f"{name} cannot be shown over TLS: {reason}; make another one") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{name} cannot be handed to OpenSSL: {error.strerror}; let this process make files in "
+            "memory (memfd_create), and see /proc"
+        ) from error
     return context
 
 
