@@ -30,6 +30,8 @@ def read_dtype(dtype: Any) -> tuple[DType, Kind]:
     elif dtype is not None and not isinstance(dtype, str):  # numpy would read None as float64
         if type(dtype).__module__.startswith("jax."):
             library = Library.JAX
+            # Where float64 is off, JAX takes float32 for it, and warns.
+            dtype = sys.modules["jax"].numpy.empty(0, dtype).dtype
         try:
             name = np.dtype(dtype).name
         except TypeError:
@@ -69,8 +71,17 @@ def whose(array: Any, name: str) -> Kind:
 
 
 def as_kind(array: Any, dtype: DType, kind: Kind) -> Any:
-    """Return an array's elements in another type, as an array of the kind; itself if it is that."""
+    """Return an array's elements in another type, as an array of the kind; itself if it is that.
+
+    Raises:
+        InvalidRequest: The kind has no such type: float64 in JAX, where that is off.
+    """
+    is_wide = kind.library is Library.JAX and dtype is DType.FLOAT64
+    if is_wide and not sys.modules["jax"].config.jax_enable_x64:
+        raise InvalidRequest("a float64 cache takes JAX arrays only with jax_enable_x64")
     library = whose(array, "array").library
+    if library is Library.JAX and kind.library is not library:
+        array, library = np.asarray(array), Library.NUMPY
     if library is Library.TORCH:
         torch = sys.modules["torch"]
         device = kind.device if kind.library is library else None

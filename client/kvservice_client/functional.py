@@ -133,13 +133,15 @@ def update_kv_layer_cache(
     Raises:
         PositionOutOfRange: They do not fit into [0, max_len).
         GeometryMismatch: Another shape. Nothing is broadcast.
+        InvalidRequest: No arrays; `start` is no integer.
         OutOfPages: There is no room for them.
     """
     content = cache._content
     if content is None:
         content = _given(current_client(), cache.keys, cache.values)
     rows, heads, max_len, dim = content.form.shape
-    first = _as_int(start, "start")
+    first, kind = _as_int(start, "start"), whose(keys_new, "keys")
+    whose(values_new, "values")
     shape = tuple(keys_new.shape)
     if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (rows, heads, dim):
         raise GeometryMismatch(
@@ -157,7 +159,7 @@ def update_kv_layer_cache(
             f"KV cache overflow: end={end} exceeds max_len={max_len}", end=end, max_len=max_len
         )
     if 0 not in shape:
-        kind, dtype = whose(keys_new, "keys"), content.form.dtype
+        dtype = content.form.dtype
         keys, values = as_kind(keys_new, dtype, kind), as_kind(values_new, dtype, kind)
         content = content.written(first, keys, values, kind)
     return _version(content, end)

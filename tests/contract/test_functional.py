@@ -501,8 +501,28 @@ def test_refuses_what_is_no_array(client: Client) -> None:
         shape = (1, 2, 1, 4)
 
     cache = init_kv_layer_cache(1, 2, 4, 8, np.float32, client=client)
-    with pytest.raises(InvalidRequest, match="torch, numpy or JAX"):
-        update_kv_layer_cache(cache, Shaped(), Shaped(), 0)
+    tokens = np.ones((1, 2, 1, 4), np.float32)
+    for wrong in (Shaped(), tokens.tolist(), None, 1.0):
+        for keys, values in ((wrong, wrong), (tokens, wrong), (wrong, tokens)):
+            with pytest.raises(InvalidRequest, match="torch, numpy or JAX"):
+                update_kv_layer_cache(cache, keys, values, 0)
+
+
+def test_float64_of_jax(client: Client) -> None:
+    """Row `dtype`: JAX takes float32 for float64, and warns; a float64 cache refuses its arrays."""
+    with pytest.warns(UserWarning, match="float64"):
+        cache = init_kv_layer_cache(1, 2, 4, 8, jnp.float64, client=client)
+    tokens = jnp.ones((1, 2, 1, 4))
+    cache = update_kv_layer_cache(cache, tokens, -tokens, 0)
+    assert cache.keys.dtype == jnp.float32
+    assert_shows(cache, [1] + [0] * 7, 1)
+    wide = init_kv_layer_cache(1, 2, 4, 8, np.float64, client=client)
+    with pytest.raises(InvalidRequest, match="jax_enable_x64"):
+        update_kv_layer_cache(wide, tokens, -tokens, 0)
+    third = np.full((1, 2, 1, 4), 1 / 3)
+    wide = update_kv_layer_cache(wide, third, tokens, 0)
+    assert (wide.keys[0, 0, 0, 0], wide.values[0, 0, 0, 0]) == (1 / 3, 1)
+    assert wide.values.dtype == np.float64
 
 
 # -- versions
