@@ -156,7 +156,7 @@ class Lane:
 
     def open_session(self) -> bytes:
         """Open a session; return the right to it."""
-        self._worker.allocate(ANONYMOUS.tenant, SESSION, SessionSpec(1))
+        self._worker.opening.allocate(ANONYMOUS.tenant, SESSION, SessionSpec(1))
         return self._guard.issue(ANONYMOUS, SESSION, 60.0, Rights.WRITE)
 
     def answer(self, raw: bytes) -> list[bytes]:

@@ -73,7 +73,7 @@ def idle_session_bytes(count: int = 20_000) -> float:
     worker = PageWorker(config, clock=ManualClock())
     before = _peak_bytes()
     for i in range(count):
-        worker.allocate("t", f"{i:08x}-0000-4000-8000-000000000000", SessionSpec(1))
+        worker.opening.allocate("t", f"{i:08x}-0000-4000-8000-000000000000", SessionSpec(1))
     grown = _peak_bytes() - before
     worker.close()
     return grown / count

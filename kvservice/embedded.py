@@ -109,7 +109,7 @@ class EmbeddedService:
     def _run(self) -> None:
         while not self.clock.wait(self._stop, PERIOD_S):
             for worker in self.workers:
-                worker.expire()
+                worker.leases.expire()
             self._beat(first=False)
             self.manager.look_after_moves()
 

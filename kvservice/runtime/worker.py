@@ -215,7 +215,7 @@ class Drain:
         if self._leave_by is None or self.done.is_set():
             return
         left = self._worker.num_sessions
-        busy = not self._worker.is_empty or self._worker.waits_for_takers(LINGER_S)
+        busy = not self._worker.is_empty or self._worker.departures.waits_for_takers(LINGER_S)
         if not busy or self._clock.monotonic() >= self._leave_by:
             LOG.log(
                 logging.WARNING if left else logging.INFO, "drained, with %d sessions left", left
@@ -246,7 +246,7 @@ class _Expiry:
     def _run(self) -> None:
         while not self._clock.wait(self._stop, self._pause_s()):
             try:
-                self._worker.expire()
+                self._worker.leases.expire()
                 self._drain.look()
                 self._audit()
             except Exception:
@@ -260,7 +260,7 @@ class _Expiry:
 
     def _pause_s(self) -> float:
         """Return the time to wait: a lease that begins meanwhile may end before the next look."""
-        deadline = self._worker.next_deadline()
+        deadline = self._worker.leases.next_deadline()
         if deadline is None:
             return EXPIRY_S
         return min(max(deadline - self._clock.monotonic(), 0.01), EXPIRY_S)

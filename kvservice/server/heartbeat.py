@@ -16,16 +16,23 @@ MAX_SESSIONS: Final = 4000
 """Sessions in one message; more go into the next ones, which follow at once."""
 
 
+class Releasing(Protocol):
+    """What frees sessions, up to an epoch of each."""
+
+    def release(self, tenant: str, session_ids: Mapping[str, int]) -> int: ...
+
+
 class Reporting(Protocol):
     """What heartbeats need of a worker."""
+
+    @property
+    def leases(self) -> Releasing: ...
 
     def view(self, metrics_address: str) -> WorkerView: ...
 
     def changes_since(
         self, cursor: int
     ) -> tuple[int, list[tuple[str, SessionInfo]], list[EndedSession]]: ...
-
-    def release(self, tenant: str, session_ids: Mapping[str, int]) -> int: ...
 
     def limited_tenants(self) -> dict[str, int]: ...
 
@@ -84,7 +91,7 @@ class HeartbeatSource:
         for report in answer.left_behind:
             if report.session.epoch > 0:
                 epochs = {report.session.session_id: report.session.epoch}
-                self._worker.release(report.tenant, epochs)
+                self._worker.leases.release(report.tenant, epochs)
 
     def farewell(self) -> manager_pb2.HeartbeatRequest:
         """Return the last message of a worker that leaves."""

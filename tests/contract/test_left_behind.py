@@ -59,7 +59,7 @@ def test_old_parts_are_never_the_session(start: Start, taken_over: bool) -> None
         with pytest.raises(PagesLost) as failure:
             call(session_id)
         assert failure.value.metadata["from_position"] == "0"
-    backend.workers[first].release(ANONYMOUS.tenant, [session_id])
+    backend.workers[first].leases.release(ANONYMOUS.tenant, [session_id])
     backend.restart(1 - first)
     with pytest.raises((PagesLost, SessionNotFound)):
         late.attach(session_id)

@@ -284,7 +284,7 @@ def test_an_expired_session(backend: Backend) -> None:
     pair.feed(7)
     (worker,) = backend.workers
     ((tenant, info),) = worker.list_sessions(None)
-    worker.release(tenant, [info.session_id])
+    worker.leases.release(tenant, [info.session_id])
     for _ in range(2):
         with pytest.raises(SessionNotFound):
             pair.cache.attention(0, *pair.draw(1), 7, pair.scale)

@@ -35,6 +35,7 @@ from kvservice_client import (
 from kvservice_client._extents import Extent
 from kvservice_client._retry import RetryPolicy
 from kvservice_client.testing import DenseSession, eventually
+from kvservice_workers.long_way import LongWay
 from kvservice_workers.worker import PageWorker
 from tests.backends import Backend
 from tests.contract.conftest import BACKENDS, Start
@@ -100,7 +101,7 @@ def clean_up(backend: Backend, driver: Driver) -> None:
     """Let go of a session everywhere, also where only its lease would end it."""
     driver.session.release()
     for worker in backend.workers:
-        worker.release(TENANT, [driver.session.id])
+        worker.leases.release(TENANT, [driver.session.id])
 
 
 def check_equal(backend: Backend, driver: Driver, *, first: int = 0) -> None:
@@ -114,11 +115,11 @@ def check_equal(backend: Backend, driver: Driver, *, first: int = 0) -> None:
         held = []
         for copy in group:
             worker = backend.workers[backend.index_of(copy.worker_id)]
-            info = worker.get(TENANT, session.id)
+            info = worker.access.get(TENANT, session.id)
             assert info.epoch == session.epoch
             assert info.extents[0].group == copy.group
             parts = [
-                worker.read(TENANT, session.id, session.epoch, layer, start, max(of_layer))
+                worker.tokens.read(TENANT, session.id, session.epoch, layer, start, max(of_layer))
                 for layer, of_layer in enumerate(info.lengths)
                 for start in [max(first, min(info.extents[0].starts))]
                 if start < max(of_layer)
@@ -176,16 +177,17 @@ def test_later_layers_take_the_short_way(start: Start, monkeypatch: pytest.Monke
     """On both copies: the long way is for each worker's first layer of a step, and of a failure."""
     long_way: list[str] = []
 
-    def attend(self: PageWorker, *args: Any) -> Any:
-        long_way.append(self.config.worker_id)
+    def attend(self: LongWay, *args: Any) -> Any:
+        long_way.append(names[self])
         return original(self, *args)
 
-    original = PageWorker.attend
+    original = LongWay.attend
     backend = start(num_workers=2)
+    names = {worker.long_way: worker.config.worker_id for worker in backend.workers}
     driver = Driver.open(backend.connect(config=QUICK), replicas=2, num_layers=5)
     driver.step(3)
     driver.step()
-    monkeypatch.setattr(PageWorker, "attend", attend)
+    monkeypatch.setattr(LongWay, "attend", attend)
     has_lanes = not backend.front.startswith("embedded")
     for _ in range(3):
         del long_way[:]
@@ -360,7 +362,7 @@ def test_only_one_copy_has_room(start: Start, full: int) -> None:
     driver.step(2)
     driver.check_stored()
     check_equal(backend, driver)
-    worker.release(TENANT, [FILLER])
+    worker.leases.release(TENANT, [FILLER])
 
 
 def fill_up(worker: PageWorker) -> None:
@@ -369,7 +371,7 @@ def fill_up(worker: PageWorker) -> None:
     for tokens in range(4 * 8, 0, -4):
         spec = SessionSpec(1, layers, page_size=4, reserve_tokens=tokens)
         try:
-            worker.allocate(TENANT, FILLER, spec)
+            worker.opening.allocate(TENANT, FILLER, spec)
         except (CapacityError, InvalidRequest):
             continue
         return
@@ -385,7 +387,7 @@ def test_no_room_for_two_copies(start: Start) -> None:
     with pytest.raises(OutOfPages):
         driver.session.attend(0, *driver.tokens(2))
     check_equal(backend, driver)
-    worker.release(TENANT, [FILLER])
+    worker.leases.release(TENANT, [FILLER])
     driver.step(2)
     driver.check_stored()
     check_equal(backend, driver)

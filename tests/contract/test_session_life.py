@@ -189,13 +189,13 @@ def test_leases_end(start: Start) -> None:
     driver = Driver.open(backend.connect(), ttl_s=30.0)
     driver.step(5)
     clock.advance(29.0)
-    backend.workers[0].expire()
+    backend.workers[0].leases.expire()
     driver.step()  # every call renews
     clock.advance(29.0)
-    backend.workers[0].expire()
+    backend.workers[0].leases.expire()
     assert backend.num_sessions() == 1
     clock.advance(2.0)
-    backend.workers[0].expire()
+    backend.workers[0].leases.expire()
     assert (backend.num_sessions(), backend.used_pages()) == (0, 0)
     with pytest.raises(SessionNotFound):
         driver.session.attend(0, *driver.tokens(1))
@@ -212,9 +212,9 @@ def test_a_part_whose_lease_is_over_is_a_loss(start: Start, first_to_go: int) ->
     assert all(len(worker.list_sessions(None)) == 1 for worker in backend.workers)
     clock.advance(29.0)
     kept = backend.workers[1 - first_to_go]
-    assert kept.renew(ANONYMOUS.tenant, [driver.session.id]) == []
+    assert kept.leases.renew(ANONYMOUS.tenant, [driver.session.id]) == []
     clock.advance(2.0)
-    backend.workers[first_to_go].expire()
+    backend.workers[first_to_go].leases.expire()
     backend.beat()
     heir = backend.connect().attach(driver.session.id)
     for call in (lambda: heir.attend(0, *driver.tokens(1)), lambda: heir.read(0), heir.fork):
@@ -222,7 +222,7 @@ def test_a_part_whose_lease_is_over_is_a_loss(start: Start, first_to_go: int) ->
             call()
     heir.detach()
     clock.advance(31.0)
-    kept.expire()
+    kept.leases.expire()
     backend.beat()
     with pytest.raises(SessionNotFound):
         backend.connect().attach(driver.session.id)
@@ -236,7 +236,7 @@ def test_idle_sessions_are_renewed(backend: Backend) -> None:
     started = backend.clock.monotonic()
 
     def expire_and_look() -> bool:
-        backend.workers[0].expire()
+        backend.workers[0].leases.expire()
         assert backend.num_sessions() == len(sessions)
         return backend.clock.monotonic() - started > 2.5
 
@@ -252,7 +252,7 @@ def test_a_detached_session_is_left_to_its_lease(backend: Backend) -> None:
     let_go.detach()
 
     def expired() -> bool:
-        backend.workers[0].expire()
+        backend.workers[0].leases.expire()
         return backend.num_sessions() == 1
 
     eventually(expired)

@@ -330,7 +330,7 @@ def test_what_cannot_be_moved(start: Start) -> None:
         [pool.used_pages for pool in pools] for pools in before
     ]
     np.testing.assert_array_equal(session.read(0)[0], k)
-    assert not any(len(worker.arriving) for worker in backend.workers)
+    assert not any(worker.stats().num_arriving for worker in backend.workers)
 
 
 def test_only_the_worker_that_it_is_taken_from_has_died(monkeypatch: pytest.MonkeyPatch) -> None:

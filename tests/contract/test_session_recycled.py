@@ -46,9 +46,11 @@ def test_every_call_after_the_end(start: Start, why: str) -> None:
     before = backend.used_pages()
     if why == "expired":
         clock.advance(31.0)
-        backend.workers[0].expire()
+        backend.workers[0].leases.expire()
     else:
-        backend.workers[0].release(ANONYMOUS.tenant, [driver.session.id for driver in old.values()])
+        backend.workers[0].leases.release(
+            ANONYMOUS.tenant, [driver.session.id for driver in old.values()]
+        )
     assert backend.used_pages() == 0
     new = Driver.open(backend.connect(), num_rows=2 * len(old), seed=1, **SHARED_POOL)
     new.step(7)

@@ -18,7 +18,7 @@ from kvservice_client import Client, _attend
 from kvservice_client._hf_session import SharedSession
 from kvservice_client._merge import Partial
 from kvservice_client.hf import RemoteCache
-from kvservice_workers import data_path
+from kvservice_workers import long_way
 from kvservice_workers.attention import dispatch
 from kvservice_workers.attention.batch import AttentionParams, PagedBatch
 from kvservice_workers.page_table import PageNeed, PageTable
@@ -33,7 +33,7 @@ def _wrap_kernel(patch: Patch, change: Callable[..., Any]) -> None:
     """Let `change(attend, q, k, v, batch, params)` answer all attention of the workers."""
     real = dispatch.attend
     patch.setattr(dispatch, "attend", lambda *arguments: change(real, *arguments))
-    patch.setattr(data_path, "settle", lambda *arguments, **options: None)  # the way around it
+    patch.setattr(long_way, "settle", lambda *arguments, **options: None)  # the way around it
 
 
 def _with_params(patch: Patch, **changes: Any) -> None:

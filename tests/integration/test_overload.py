@@ -64,14 +64,14 @@ def test_calls_beyond_threads_and_queue_are_refused_at_once(
     session_id = new_id()
     peer.call("Allocate", allocate_request(session_id, spec()))
     going_on, working = threading.Event(), threading.Semaphore(0)
-    get = server.worker.get
+    get = server.worker.access.get
 
     def slow(*args: Any, **kwargs: Any) -> object:
         working.release()
         assert going_on.wait(20)
         return get(*args, **kwargs)
 
-    server.worker.get = slow  # type: ignore[method-assign,assignment]
+    server.worker.access.get = slow  # type: ignore[method-assign,assignment]
     request = types_pb2.GetSessionRequest(session_id=session_id)
     with ThreadPoolExecutor(LIMITS.unary_threads + LIMITS.queued_calls) as pool:
         try:

@@ -466,8 +466,8 @@ def test_unexpected_exceptions_do_not_leak(
         raise RuntimeError("secret-token-123")
 
     session_id = opened(peer)
-    server.worker.get = explode  # type: ignore[method-assign,assignment]
-    server.worker.attend = explode  # type: ignore[method-assign,assignment]
+    server.worker.access.get = explode  # type: ignore[method-assign,assignment]
+    server.worker.long_way.attend = explode  # type: ignore[method-assign,assignment]
     with caplog.at_level(logging.ERROR):
         with pytest.raises(errors.InternalError) as unary:
             peer.call("GetSession", types_pb2.GetSessionRequest(session_id=session_id))
@@ -483,13 +483,13 @@ def test_deadline_is_kept_while_the_work_goes_on(server: WorkerServer, peer: Pee
     """A caller with little time hears DEADLINE_EXCEEDED in time, whatever the worker does."""
     going_on = threading.Event()
     session_id = opened(peer)
-    get = server.worker.get
+    get = server.worker.access.get
 
     def slow(*args: Any, **kwargs: Any) -> object:
         going_on.wait(10)
         return get(*args, **kwargs)
 
-    server.worker.get = slow  # type: ignore[method-assign,assignment]
+    server.worker.access.get = slow  # type: ignore[method-assign,assignment]
     with pytest.raises(errors.DeadlineExceeded):
         peer.call("GetSession", types_pb2.GetSessionRequest(session_id=session_id), timeout_s=0.3)
     going_on.set()

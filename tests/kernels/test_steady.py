@@ -27,8 +27,8 @@ from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import calls
 from kvservice.wire.fragments import frames
 from kvservice_workers.attention import native
-from kvservice_workers.data_path import DataPath
 from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.short_way import ShortWay
 from kvservice_workers.worker import PageWorker, WorkerConfig
 
 TENANT = ANONYMOUS.tenant
@@ -60,13 +60,13 @@ class Pair:
         self.lengths = [0] * spec.num_rows
         self.step = 0
         for worker in (self.short, self.long):
-            worker.allocate(TENANT, SESSION, spec)
+            worker.opening.allocate(TENANT, SESSION, spec)
 
     def ask(self, call: AttendCall) -> worker_pb2.AttendResult:
         """Return the short worker's answer, having compared it with the long one's."""
         pb = calls.attend_call_to_pb(call, call_id=3)
         try:
-            expected = self.long.attend(TENANT, call)
+            expected = self.long.long_way.attend(TENANT, call)
         except KVServiceError as error:
             expected_error = error
         else:
@@ -115,14 +115,14 @@ class Pair:
 def count_short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Note for each call without a header whether the short way served it."""
     served: list[bool] = []
-    original = DataPath.attend_steadily
+    original = ShortWay.attend
 
-    def noting(self: DataPath, *args: Any) -> bytes | None:
+    def noting(self: ShortWay, *args: Any) -> bytes | None:
         out = original(self, *args)
         served.append(out is not None)
         return out
 
-    monkeypatch.setattr(DataPath, "attend_steadily", noting)
+    monkeypatch.setattr(ShortWay, "attend", noting)
     return served
 
 
@@ -272,7 +272,7 @@ def test_a_write_in_the_middle_of_a_step_ends_the_short_way(
     pair, [call, _], served = ready(monkeypatch)
     k = tensor(pair.rng, DType.FLOAT32, 2, 2, 8)
     for worker in (pair.short, pair.long):
-        worker.write(TENANT, WriteCall(SESSION, 1, 0, k, k, rows=(0, 1), positions=(1, 0)))
+        worker.tokens.write(TENANT, WriteCall(SESSION, 1, 0, k, k, rows=(0, 1), positions=(1, 0)))
     pair.ask(call)
     assert served == [False]
 
@@ -295,7 +295,7 @@ def test_an_arena_that_moves_meanwhile_keeps_the_tokens(monkeypatch: pytest.Monk
     pair.service.attend(calls.attend_call_to_pb(call), ANONYMOUS)
     assert served == [True]
     assert call.k is not None
-    stored = pair.short.read(TENANT, SESSION, 1, 1, 5, 6).k
+    stored = pair.short.tokens.read(TENANT, SESSION, 1, 1, 5, 6).k
     assert stored.data[: 2 * 8 * 4] == call.k.data[: 2 * 8 * 4]
 
 

@@ -244,7 +244,7 @@ class Decoder:
         """Whether a worker is at the next epoch because a copy of what it holds has been made since
         it has answered: we hear of that with the next call alone."""
         session = self._session()
-        copied = worker.find_copied(ANONYMOUS.tenant, session.id)
+        copied = worker.departures.find_successor(ANONYMOUS.tenant, session.id)
         return copied is not None and epoch == session.epoch + 1
 
     def _query(self) -> None:

@@ -20,11 +20,12 @@ from kvservice.manager.lookup import Lookup
 from kvservice_client._changes import Changes
 from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
+from kvservice_workers.changes import Changes as WorkerChanges
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.layer_group import LayerGroup
+from kvservice_workers.leases import Leases
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.session_state import WorkerSession
-from kvservice_workers.worker import PageWorker
 from tests.simulation.scenario import run_seed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_repeats(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PageWorker, "_is_repeat", lambda self, session, epoch, change: False)
+    patch.setattr(WorkerChanges, "_is_repeat", lambda self, session, epoch, change: False)
 
 
 def the_same_id_again(patch: pytest.MonkeyPatch) -> None:
@@ -110,7 +111,7 @@ def pages_that_stay_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_expires(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PageWorker, "expire", lambda self: 0)
+    patch.setattr(Leases, "expire", lambda self: 0)
 
 
 def lost_without_a_word(patch: pytest.MonkeyPatch) -> None:
@@ -124,12 +125,12 @@ def old_parts_count(patch: pytest.MonkeyPatch) -> None:
 
 def any_release_counts(patch: pytest.MonkeyPatch) -> None:
     def release(
-        self: PageWorker, tenant: str, session_ids: Iterable[str], unsettled: Collection[str] = ()
+        self: Leases, tenant: str, session_ids: Iterable[str], unsettled: Collection[str] = ()
     ) -> int:
         return original(self, tenant, list(session_ids), unsettled)
 
-    original = PageWorker.release
-    patch.setattr(PageWorker, "release", release)
+    original = Leases.release
+    patch.setattr(Leases, "release", release)
 
 
 def what_is_written_meanwhile_is_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -244,14 +244,14 @@ class SimWorker(Process):
         self.loop.spawn(self, self._report)
 
     def _watch_ends(self) -> None:
-        remove = self.worker._remove
+        remove = self.worker.leases._remove
 
         def note_and_remove(session: WorkerSession, reason: str) -> None:
             if reason != "move":
                 self._world.ended.add(session.key[1])
             remove(session, reason)
 
-        self.worker._remove = note_and_remove  # type: ignore[method-assign]
+        self.worker.leases._remove = note_and_remove  # type: ignore[method-assign]
 
     def crash(self) -> None:
         self._world.network.reset(self)
@@ -286,9 +286,9 @@ class SimWorker(Process):
             self._epochs[session] = session.epoch
 
     def _expire(self) -> None:
-        if self.worker.expire() or self._has_worked:
+        if self.worker.leases.expire() or self._has_worked:
             self._check()
-        deadline = self.worker.next_deadline()
+        deadline = self.worker.leases.next_deadline()
         assert deadline is None or deadline > self.loop.now - 1.0, "a lease is over, and goes on"
         self._epochs = {one: epoch for one, epoch in self._epochs.items() if not one.closed}
         self._drain.look()

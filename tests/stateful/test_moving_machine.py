@@ -30,6 +30,27 @@ from tests.stateful.test_worker_machine import (
 )
 
 
+class RoutedPart:
+    """A part of two workers as one."""
+
+    def __init__(self, router: Router, part: str) -> None:
+        self.router = router
+        self.part = part
+
+    def __getattr__(self, name: str) -> Any:
+        def call(tenant: str, about: Any, *values: Any, **options: Any) -> Any:
+            if name == "release":
+                [session_id] = about
+            else:
+                session_id = about if isinstance(about, str) else about.session_id
+            worker = self.router.home(session_id)
+            if name == "fork":
+                self.router.homes.setdefault(values[1], self.router.workers.index(worker))
+            return getattr(getattr(worker, self.part), name)(tenant, about, *values, **options)
+
+        return call
+
+
 class Router:
     """Two workers as one: calls go to where a session is."""
 
@@ -40,18 +61,8 @@ class Router:
     def home(self, session_id: str) -> PageWorker:
         return self.workers[self.homes.setdefault(session_id, len(self.homes) % 2)]
 
-    def __getattr__(self, name: str) -> Any:
-        def call(tenant: str, about: Any, *values: Any, **options: Any) -> Any:
-            session_id = about if isinstance(about, str) else about.session_id
-            worker = self.home(session_id)
-            if name == "fork":
-                self.homes.setdefault(values[1], self.workers.index(worker))
-            return getattr(worker, name)(tenant, about, *values, **options)
-
-        return call
-
-    def release(self, tenant: str, session_ids: list[str]) -> int:
-        return self.home(session_ids[0]).release(tenant, session_ids)
+    def __getattr__(self, part: str) -> Any:
+        return RoutedPart(self, part)
 
     def stats(self) -> Any:
         both = [worker.stats() for worker in self.workers]
@@ -197,7 +208,7 @@ class MovingMachine(WorkerMachine):
         ticket, state = self.state(freeze=True)
         try:
             with np.testing.assert_raises(Moving):
-                source.write("t", self.a_write())
+                source.tokens.write("t", self.a_write())
             for one in self.sync(state):
                 self.fetch(one, one.pages)
             target.arrivals.complete(self.arrival, state, ticket)
@@ -206,7 +217,7 @@ class MovingMachine(WorkerMachine):
             self.give_up()
             return
         with np.testing.assert_raises(Moving):
-            target.get("t", session_id)
+            target.access.get("t", session_id)
         target.check()
         to = MovedTo(target.config.worker_id, "", target.config.incarnation, ticket)
         if late:
@@ -215,16 +226,16 @@ class MovingMachine(WorkerMachine):
                 source.departures.hand_over("t", session_id, to)
             target.arrivals.reopen(self.arrival)
             with np.testing.assert_raises((SessionNotFound, SessionMoved)):
-                target.get("t", session_id)
+                target.access.get("t", session_id)
             return
         for _ in range(2 if twice else 1):
             source.departures.hand_over("t", session_id, to)
         with np.testing.assert_raises(SessionMoved):
-            source.get("t", session_id)
+            source.access.get("t", session_id)
         if twice:
             target.arrivals.arrive_by("t", session_id, ticket + 1)
             with np.testing.assert_raises(Moving):
-                target.get("t", session_id)
+                target.access.get("t", session_id)
             target.arrivals.arrive_by("t", session_id, ticket)
         assert target.arrivals.arrive(self.arrival)
         self.worker.homes[session_id] = self.workers.index(target)  # type: ignore[attr-defined]

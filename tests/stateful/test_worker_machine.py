@@ -99,7 +99,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def allocate(self, num_rows: int, reserve: int | None) -> Model:
         model = Model(str(uuid.uuid4()), rows=[Row() for _ in range(num_rows)])
         spec = SessionSpec(num_rows, LAYERS, page_size=PAGE_SIZE, reserve_tokens=reserve)
-        self.worker.allocate("t", model.session_id, spec)
+        self.worker.opening.allocate("t", model.session_id, spec)
         self.models.append(model)
         return model
 
@@ -150,11 +150,11 @@ class WorkerMachine(RuleBasedStateMachine):
                 positions=tuple(lengths),
             )
             try:
-                result = self.worker.attend("t", call)
+                result = self.worker.long_way.attend("t", call)
             except OutOfPages:
                 # Unstated layers: the second one's arena may be refused; then roll back.
                 model.rows[:] = snapshot
-                if layer == 1 or self.worker.get("t", model.session_id).step == model.step:
+                if layer == 1 or self.worker.access.get("t", model.session_id).step == model.step:
                     self.pop_to(
                         model, model.lengths, [a + b for a, b in zip(lengths, counts, strict=True)]
                     )
@@ -163,7 +163,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 return
             expected = self.means(model, layer, lengths, counts)
             np.testing.assert_allclose(numbers(result.out).ravel(), expected, rtol=1e-5)
-            again = self.worker.attend("t", call)
+            again = self.worker.long_way.attend("t", call)
             assert again == result, "the same bytes give the same answer"
 
     def means(self, model: Model, layer: int, lengths: list[int], counts: list[int]) -> list[float]:
@@ -180,7 +180,7 @@ class WorkerMachine(RuleBasedStateMachine):
         return out
 
     def pop_to(self, model: Model, keep: list[int], lengths: list[int]) -> None:
-        self.worker.pop("t", model.session_id, model.epoch, keep, lengths)
+        self.worker.changes.pop("t", model.session_id, model.epoch, keep, lengths)
         model.epoch += 1
 
     @rule(model=sessions, data=st.data())
@@ -200,7 +200,7 @@ class WorkerMachine(RuleBasedStateMachine):
             assert self.worker.stats() == stats, "a refused pop changes nothing"
             return
         with pytest.raises(StaleEpoch):
-            self.worker.pop("t", model.session_id, model.epoch - 1, [0] * 9, model.lengths)
+            self.worker.changes.pop("t", model.session_id, model.epoch - 1, [0] * 9, model.lengths)
         for row, k in zip(model.rows, keep, strict=True):
             row.cut(k)
             row.evicted = min(row.evicted, -(-k // PAGE_SIZE) * PAGE_SIZE)
@@ -211,10 +211,10 @@ class WorkerMachine(RuleBasedStateMachine):
             return
         rows = data.draw(st.lists(st.integers(0, len(model.rows) - 1), min_size=1, max_size=3))
         try:
-            first = self.worker.select("t", model.session_id, model.epoch, rows)
+            first = self.worker.changes.select("t", model.session_id, model.epoch, rows)
         except OutOfPages:
             return
-        again = self.worker.select("t", model.session_id, model.epoch, rows)
+        again = self.worker.changes.select("t", model.session_id, model.epoch, rows)
         assert again == first, "the same change again is answered as before"
         model.epoch += 1
         model.rows[:] = [copy.deepcopy(model.rows[r]) for r in rows]
@@ -228,7 +228,7 @@ class WorkerMachine(RuleBasedStateMachine):
         shortest = min(model.lengths)
         count = data.draw(st.none() | st.integers(1, max(1, shortest)))
         try:
-            self.worker.fork(
+            self.worker.opening.fork(
                 "t", model.session_id, model.epoch, child.session_id, token_count=count
             )
         except (OutOfPages, PositionOutOfRange):
@@ -244,7 +244,7 @@ class WorkerMachine(RuleBasedStateMachine):
     def reset(self, model: Model) -> None:
         if model not in self.models:
             return
-        self.worker.reset("t", model.session_id, model.epoch)
+        self.worker.changes.reset("t", model.session_id, model.epoch)
         model.epoch += 1
         model.rows[:] = [Row() for _ in model.rows]
 
@@ -285,7 +285,7 @@ class WorkerMachine(RuleBasedStateMachine):
             )
             stats = self.worker.stats()
             try:
-                self.worker.write("t", call)
+                self.worker.tokens.write("t", call)
             except OutOfPages:
                 after = self.worker.stats()
                 assert after.pools == stats.pools or after.arena_bytes <= stats.arena_bytes
@@ -314,7 +314,7 @@ class WorkerMachine(RuleBasedStateMachine):
         )
         stats = self.worker.stats()
         with pytest.raises(PositionOutOfRange):
-            self.worker.write("t", call)
+            self.worker.tokens.write("t", call)
         after = self.worker.stats()
         assert [pool.used_pages for pool in after.pools] == [
             pool.used_pages for pool in stats.pools
@@ -331,21 +331,21 @@ class WorkerMachine(RuleBasedStateMachine):
             *(model.session_id, model.epoch, 1, nothing, nothing, (), ()),
             evict_before=(EvictBefore(WINDOW, tuple(before)),),
         )
-        self.worker.write("t", call)
+        self.worker.tokens.write("t", call)
         for row, position in zip(model.rows, before, strict=True):
             row.evicted = max(row.evicted, position // PAGE_SIZE * PAGE_SIZE)
 
     @rule(model=consumes(sessions))
     def release(self, model: Model) -> None:
         if model in self.models:
-            assert self.worker.release("t", [model.session_id]) == 1
+            assert self.worker.leases.release("t", [model.session_id]) == 1
             self.models.remove(model)
-        assert self.worker.release("t", [model.session_id]) == 0
+        assert self.worker.leases.release("t", [model.session_id]) == 0
 
     @invariant()
     def every_session_reads_back(self) -> None:
         for model in self.models:
-            info = self.worker.get("t", model.session_id)
+            info = self.worker.access.get("t", model.session_id)
             assert info.epoch == model.epoch
             for layer, lengths in enumerate(info.lengths):
                 assert list(lengths) == [len(row.values[layer]) for row in model.rows]
@@ -355,7 +355,9 @@ class WorkerMachine(RuleBasedStateMachine):
         start = max((row.evicted for row in model.rows), default=0) if layer else 0
         if max(lengths, default=0) <= start:
             return
-        k = self.worker.read("t", model.session_id, model.epoch, layer, start, max(lengths)).k
+        k = self.worker.tokens.read(
+            "t", model.session_id, model.epoch, layer, start, max(lengths)
+        ).k
         for r, row in enumerate(model.rows):
             stored = numbers(k)[r, 0, :, 0]
             for offset, value in enumerate(row.values[layer][start:]):

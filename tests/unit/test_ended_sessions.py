@@ -17,8 +17,8 @@ def test_reported_ends_are_forgotten() -> None:
     for _ in range(3):
         ids = [new_id() for _ in range(10)]
         for session_id in ids:
-            worker.allocate("t", session_id, spec())
-        worker.release("t", ids)
+            worker.opening.allocate("t", session_id, spec())
+        worker.leases.release("t", ids)
         cursor, changed, ended = worker.changes_since(cursor)
         assert not changed
         assert {one.session_id for one in ended} == set(ids)
@@ -32,10 +32,10 @@ def test_no_session_comes_where_one_of_its_id_is_still_to_be_freed() -> None:
     config = WorkerConfig(worker_id="w", incarnation="i", budget_bytes=1 << 20, address="nowhere:1")
     clock, session_id = ManualClock(), new_id()
     worker = PageWorker(config, clock=clock)
-    worker.allocate("t", session_id, spec())
+    worker.opening.allocate("t", session_id, spec())
     clock.advance(3601.0)
     with pytest.raises(AlreadyExists):
         worker.arrivals.check_admitted("t", session_id)
-    assert worker.expire() == 1
+    assert worker.leases.expire() == 1
     worker.arrivals.check_admitted("t", session_id)
     worker.close()

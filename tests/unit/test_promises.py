@@ -34,8 +34,8 @@ def test_a_row_that_is_evicted_empty_gets_no_new_promise() -> None:
     worker = PageWorker(config, clock=ManualClock())
     session_id = str(uuid.uuid4())
     layer = LayerSpec(WINDOW, LayerGeometry(1, 1, 1, DType.FLOAT32))
-    worker.allocate("t", session_id, SessionSpec(2, layers=(layer,), page_size=1))
-    worker.append("t", session_id, 1, 5, [0, 0])
+    worker.opening.allocate("t", session_id, SessionSpec(2, layers=(layer,), page_size=1))
+    worker.changes.append("t", session_id, 1, 5, [0, 0])
     headers = [
         StepHeader((4, 4)),
         StepHeader((0, 1), evict_before=(EvictBefore(WINDOW, (4, 3)),)),
@@ -46,7 +46,7 @@ def test_a_row_that_is_evicted_empty_gets_no_new_promise() -> None:
             session_id, 1, step, 0, q=tokens, scale=1.0, mask=Mask(MaskKind.CAUSAL, window=WINDOW),
             k=tokens, v=tokens, header=header, positions=(position, position),
         )  # fmt: skip
-        worker.attend("t", call)
+        worker.long_way.attend("t", call)
         worker.check()
     (pool,) = worker.stats().pools
     # Row 1 holds its newest token and the one before; row 0 may still get its fifth.

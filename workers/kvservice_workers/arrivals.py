@@ -75,7 +75,7 @@ class Arrivals:
             key = (tenant, session_id)
             self._check_is_not_here(key)
             session = self._admission.admit(key, state.spec, state.origin, is_counted=True)
-            self._structure.open_groups(session, None)
+            self._structure.open_groups(session)
             arrival = Arrival(session, source, keeps)
             for window, group in session.groups.items():
                 group.tables, group.evicted = [PageTable(group.pool.pages)], [0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from kvservice.clock import Clock
@@ -25,6 +26,20 @@ FREEZE_S: Final = 0.5
 
 COPY_IDLE_S: Final = 10.0
 """A copy that nobody goes on with for so long may be replaced by another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """Who holds a session instead of this worker, or besides it.
+
+    Fields:
+        ttl_s: The session's, in seconds.
+        copied_at_epoch: Both hold it since this epoch began. 0: it has moved.
+    """
+
+    to: MovedTo
+    ttl_s: float
+    copied_at_epoch: int = 0
 
 
 class Departures:
@@ -161,12 +176,35 @@ class Departures:
             self._sessions.hand_over(session, to)
         self._failpoints.passed("move.handed_over")
 
-    def _check_frozen(self, session: WorkerSession, ticket: int) -> None:
-        frozen = session.frozen
-        if frozen is None or frozen.ticket != ticket:
-            raise Conflict("the session is not frozen by this ticket")
-        if self._clock.monotonic() >= frozen.until:
-            raise Conflict("the session has waited long enough, and goes on here")
+    def moved_among(self, tenant: str, session_ids: Iterable[str]) -> list[str]:
+        """Return those sessions that were moved from here to other workers."""
+        with self._lock:
+            return [
+                session_id
+                for session_id in session_ids
+                if self._sessions.find_moved((tenant, session_id)) is not None
+            ]
+
+    def find_successor(self, tenant: str, session_id: str) -> Successor | None:
+        """Return where a session went from here, or where a copy of it was made with which its
+        epoch began; None if it did not, and there was none."""
+        with self._lock:
+            moved = self._sessions.find_moved((tenant, session_id))
+            if moved is not None:
+                return Successor(moved.to, moved.ttl_s)
+            session = self._sessions.find(tenant, session_id)
+            if session is None or session.copied is None or session.copied[1] != session.epoch:
+                return None
+            return Successor(session.copied[0], session.ttl_s, session.epoch)
+
+    def waits_for_takers(self, linger_s: float) -> bool:
+        """Whether a session went so lately that somebody may still have to be told where to."""
+        with self._lock:
+            last = self._sessions.moved_last_at()
+            if last is None:
+                return False
+            now = self._clock.monotonic()
+            return now - last < linger_s or self._sessions.is_unconfirmed(now - 10 * linger_s)
 
     def sweep(self) -> None:
         """Forget copies that nobody goes on with. The worker's lock is held."""
@@ -179,6 +217,15 @@ class Departures:
                     self._end_copy(session)
                 finally:
                     session.lock.release()
+
+    # -- inside
+
+    def _check_frozen(self, session: WorkerSession, ticket: int) -> None:
+        frozen = session.frozen
+        if frozen is None or frozen.ticket != ticket:
+            raise Conflict("the session is not frozen by this ticket")
+        if self._clock.monotonic() >= frozen.until:
+            raise Conflict("the session has waited long enough, and goes on here")
 
     @contextmanager
     def _using(self, tenant: str, session_id: str) -> Iterator[WorkerSession]:

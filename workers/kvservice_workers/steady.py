@@ -1,10 +1,10 @@
-"""The short way through a step: what its first layer has worked out serves the other layers.
+"""What the first layer of a step has worked out, and serves the other layers.
 
-The first layer of a layer group goes the long way (`data_path`), which checks everything against
+The first layer of a layer group goes the long way (`long_way`), which checks everything against
 the session and leaves a `SteadyStep` behind. A later layer whose message says the same, byte by
-byte, but for its number, scale and tensors, needs one native call: read, store, attend, write the
-answer. If anything about it differs, the long way is taken, which also finds the words for what is
-wrong.
+byte, but for its number, scale and tensors, goes the short way (`short_way`). It needs one native
+call: read, store, attend, write the answer. If anything about it differs, the long way is taken,
+which also finds the words for what is wrong.
 """
 
 from __future__ import annotations

@@ -27,7 +27,21 @@ class Structure:
         self._counters = counters
         self._private_keys = itertools.count()
 
-    def open_groups(self, session: WorkerSession, parent: WorkerSession | None) -> None:
+    def open(self, session: WorkerSession) -> None:
+        """Give a new session its layer groups, and promise it the room that it reserves.
+
+        Raises:
+            OutOfPages, QuotaExceeded, InvalidRequest: There is not, the tenant may not have, or
+                there never is so much. The session holds nothing.
+        """
+        self.open_groups(session)
+        try:
+            self._promises.promise(session, self._promises.reserved_targets(session))
+        except KVServiceError:
+            self.free(session, "release")
+            raise
+
+    def open_groups(self, session: WorkerSession, parent: WorkerSession | None = None) -> None:
         """Give a session its layer groups: a parent's pools, shared ones where it states its
         layers, else private ones. From now until `free` it counts as its tenant's."""
         spec = session.spec

@@ -20,6 +20,7 @@ from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding, check_ranges, padding_after
 from kvservice_workers.pools import PoolSet
 from kvservice_workers.provision import Provision, RowDemand, arena_of, check_evictions
+from kvservice_workers.session_access import SessionAccess
 from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.step import Refusal
 
@@ -27,23 +28,46 @@ Ints = npt.NDArray[np.int64]
 
 
 class TokenAccess:
-    """The verbs that store and return tokens. The session's lock is held by the caller."""
+    """Write and Read. Thread-safe."""
 
-    def __init__(self, lock: threading.RLock, pools: PoolSet, counters: Counters) -> None:
+    def __init__(
+        self, lock: threading.RLock, access: SessionAccess, pools: PoolSet, counters: Counters
+    ) -> None:
         self._lock = lock  # the worker's
+        self._access = access
         self._pools = pools
         self._counters = counters
 
-    def write(self, session: WorkerSession, call: WriteCall) -> tuple[int, ...]:
-        """See `PageWorker.write`."""
-        session.check_epoch(call.epoch)
-        _check_number(session, call.number)
-        try:
-            return self._write(session, call)
-        except CapacityError as error:
-            if call.number:
-                session.refused_write = Refusal(call.number, copy(error))
-            raise
+    def write(self, tenant: str, call: WriteCall) -> tuple[int, ...]:
+        """Store k and v at listed positions; return the layer's lengths. All or nothing.
+
+        Raises:
+            Whatever `worker.proto` lists for Write. Nothing has changed.
+        """
+        with self._access.storing(tenant, call.session_id) as session:
+            session.check_epoch(call.epoch)
+            _check_number(session, call.number)
+            try:
+                return self._write(session, call)
+            except CapacityError as error:
+                if call.number:
+                    session.refused_write = Refusal(call.number, copy(error))
+                raise
+
+    def read(
+        self, tenant: str, session_id: str, epoch: int, layer: int, start: int, stop: int
+    ) -> ReadResult:
+        """Return K and V of positions [start, stop) of every row; zeros for holes.
+
+        Raises:
+            SessionNotFound, StaleEpoch, InvalidRequest.
+            PositionOutOfRange: Beyond the layer's longest row, or evicted.
+        """
+        with self._access.reading(tenant, session_id) as session:
+            session.check_epoch(epoch)
+            return self._read(session, layer, start, stop)
+
+    # -- inside
 
     def _write(self, session: WorkerSession, call: WriteCall) -> tuple[int, ...]:
         group = session.groups[session.window_of(call.layer)]
@@ -93,8 +117,7 @@ class TokenAccess:
             provision.execute(self._pools, self._counters.count_pages)
         return tuple(session.layer_lengths(call.layer))
 
-    def read(self, session: WorkerSession, layer: int, start: int, stop: int) -> ReadResult:
-        """See `PageWorker.read`."""
+    def _read(self, session: WorkerSession, layer: int, start: int, stop: int) -> ReadResult:
         group = session.groups[session.window_of(layer)]
         geometry = session.geometries.get(layer)
         if geometry is None or layer not in session.lengths:

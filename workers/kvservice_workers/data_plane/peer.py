@@ -246,7 +246,7 @@ class Puller:
                 if self._is_ours(pull, source, arrival):
                     self._worker.note_handover(self._clock.monotonic() - frozen_at)
                     self._passed("move.arrived")
-                    return worker.get(*pull.key, renew=False)
+                    return worker.access.get(*pull.key, renew=False)
                 arrivals.reopen(arrival)
             raise Conflict("the session could not be handed over in time")
         finally:
@@ -257,7 +257,8 @@ class Puller:
 
         Its holder may not know yet, and would take this part for that one.
         """
-        has_left = self._worker.find_moved(*pull.key) is not None
+        tenant, session_id = pull.key
+        has_left = self._worker.departures.moved_among(tenant, [session_id])
         if has_left and self._worker.config.incarnation not in state.replaces:
             raise Conflict(
                 "another part of the session has left from here, and is still looked for"

@@ -62,6 +62,7 @@ class WorkerService:
         """
         self._puller = puller
         self._worker = worker
+        self._short_way = worker.short_way
         self._admit = admit
         self._issue = issue
         self._incarnation = worker.config.incarnation
@@ -79,7 +80,7 @@ class WorkerService:
             raise InvalidRequest("extent_starts and epoch go together")
         if not request.HasField("spec"):
             raise InvalidRequest("spec is missing")
-        info = self._worker.allocate(
+        info = self._worker.opening.allocate(
             caller.tenant,
             session_id_from_pb(request.session_id),
             convert.spec_from_pb(request.spec),
@@ -93,14 +94,14 @@ class WorkerService:
     def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
         self._check_incarnation(request.incarnation)
         if request.followed_by:
-            info = self._worker.go_on_elsewhere(
+            info = self._worker.changes.go_on_elsewhere(
                 caller.tenant,
                 session_id_from_pb(request.session_id),
                 at_least_one(request.epoch, "epoch"),
                 convert.incarnation_from_pb(request.followed_by),
             )
             return types_pb2.AppendResponse(session=session_to_pb(info))
-        info = self._worker.append(
+        info = self._worker.changes.append(
             caller.tenant,
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch"),
@@ -111,7 +112,7 @@ class WorkerService:
 
     def pop(self, request: types_pb2.PopRequest, caller: Caller) -> types_pb2.PopResponse:
         self._check_incarnation(request.incarnation)
-        info = self._worker.pop(
+        info = self._worker.changes.pop(
             caller.tenant,
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch"),
@@ -124,7 +125,7 @@ class WorkerService:
 
     def reset(self, request: types_pb2.ResetRequest, caller: Caller) -> types_pb2.ResetResponse:
         self._check_incarnation(request.incarnation)
-        info = self._worker.reset(
+        info = self._worker.changes.reset(
             caller.tenant,
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch"),
@@ -137,7 +138,7 @@ class WorkerService:
         self._check_incarnation(request.incarnation)
         if not request.rows:
             raise InvalidRequest("rows must name at least one row")
-        info = self._worker.select(
+        info = self._worker.changes.select(
             caller.tenant,
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch"),
@@ -150,7 +151,7 @@ class WorkerService:
     def fork(self, request: types_pb2.ForkRequest, caller: Caller) -> types_pb2.ForkResponse:
         self._check_incarnation(request.incarnation)
         count = request.token_count if request.HasField("token_count") else None
-        info = self._worker.fork(
+        info = self._worker.opening.fork(
             caller.tenant,
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch"),
@@ -167,9 +168,9 @@ class WorkerService:
         session_id = session_id_from_pb(request.session_id)
         if request.keep_step:
             epoch = at_least_one(request.epoch, "epoch")
-            info = self._worker.go_on(caller.tenant, session_id, epoch)
+            info = self._worker.changes.go_on(caller.tenant, session_id, epoch)
         else:
-            info = self._worker.attach(
+            info = self._worker.changes.attach(
                 caller.tenant,
                 session_id,
                 at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
@@ -181,19 +182,19 @@ class WorkerService:
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
         epochs, unsettled = convert.release_from_pb(request)
-        released = self._worker.release(caller.tenant, epochs, unsettled)
-        moved = self._worker.moved_among(caller.tenant, epochs)
+        released = self._worker.leases.release(caller.tenant, epochs, unsettled)
+        moved = self._worker.departures.moved_among(caller.tenant, epochs)
         return types_pb2.ReleaseResponse(released_count=released, moved_session_ids=moved)
 
     def renew_lease(
         self, request: types_pb2.RenewLeaseRequest, caller: Caller
     ) -> types_pb2.RenewLeaseResponse:
         ids = convert.session_ids_from_pb(request.session_ids)
-        missing = self._worker.renew(caller.tenant, ids)
+        missing = self._worker.leases.renew(caller.tenant, ids)
         response = types_pb2.RenewLeaseResponse(missing_session_ids=missing)
         if self._issue is not None:
             for session_id in ids:
-                ttl_s = self._worker.find_ttl_s(caller.tenant, session_id)
+                ttl_s = self._worker.leases.find_ttl_s(caller.tenant, session_id)
                 response.capabilities.append(
                     b""
                     if ttl_s is None
@@ -207,12 +208,10 @@ class WorkerService:
         self, request: types_pb2.GetSessionRequest, caller: Caller
     ) -> types_pb2.GetSessionResponse:
         self._check_incarnation(request.incarnation)
-        info = self._worker.get(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
-            ticket=request.ticket,
-            renew=not request.look_only,
-        )
+        session_id = session_id_from_pb(request.session_id)
+        if request.ticket:
+            self._worker.arrivals.arrive_by(caller.tenant, session_id, request.ticket)
+        info = self._worker.access.get(caller.tenant, session_id, renew=not request.look_only)
         return types_pb2.GetSessionResponse(session=self._answer(info, caller, Rights.READ))
 
     def list_sessions(
@@ -251,23 +250,19 @@ class WorkerService:
     ) -> worker_pb2.FollowSessionResponse:
         self._check_incarnation(request.incarnation)
         session_id = session_id_from_pb(request.session_id)
-        moved = self._worker.find_moved(caller.tenant, session_id)
-        found = (
-            self._worker.find_copied(caller.tenant, session_id) if moved is None else (*moved, 0)
-        )
+        found = self._worker.departures.find_successor(caller.tenant, session_id)
         if found is None:
             raise session_not_found()
-        to, ttl_s, epoch = found
-        capability = b""
+        to, capability = found.to, b""
         if self._issue is not None:
-            capability = self._issue(caller, session_id, ttl_s, Rights.WRITE, to.incarnation)
+            capability = self._issue(caller, session_id, found.ttl_s, Rights.WRITE, to.incarnation)
         return worker_pb2.FollowSessionResponse(
             worker_id=to.worker_id,
             address=to.address,
             incarnation=to.incarnation,
             capability=capability,
             ticket=to.ticket,
-            copied_at_epoch=epoch,
+            copied_at_epoch=found.copied_at_epoch,
         )
 
     def pull_session(
@@ -372,7 +367,7 @@ class WorkerService:
     ) -> worker_pb2.AttendResult:
         if call.incarnation != self._incarnation:
             self._check_incarnation(call.incarnation)
-        result = self._worker.attend(caller.tenant, calls.attend_call_from_pb(call), said)
+        result = self._worker.long_way.attend(caller.tenant, calls.attend_call_from_pb(call), said)
         self._passed("attend.stored")
         return calls.attend_result_to_pb(result, call.call_id)
 
@@ -392,21 +387,21 @@ class WorkerService:
         """
         if said.begins or (said.traced and self._tracer is not None):
             return None
-        frame = self._worker.attend_steadily(caller.tenant, said)
+        frame = self._short_way.attend(caller.tenant, said)
         if frame is not None:
             self._passed("attend.stored")
         return frame
 
     def write(self, call: worker_pb2.WriteCall, caller: Caller) -> worker_pb2.WriteResponse:
         self._check_incarnation(call.incarnation)
-        lengths = self._worker.write(caller.tenant, calls.write_call_from_pb(call))
+        lengths = self._worker.tokens.write(caller.tenant, calls.write_call_from_pb(call))
         self._passed("write.stored")
         return worker_pb2.WriteResponse(lengths=lengths)
 
     def read(self, request: worker_pb2.ReadRequest, caller: Caller) -> worker_pb2.ReadResult:
         self._check_incarnation(request.incarnation)
         start, stop = not_negative([request.start, request.stop], "start and stop")
-        result = self._worker.read(
+        result = self._worker.tokens.read(
             caller.tenant,
             session_id_from_pb(request.session_id),
             at_least_one(request.epoch, "epoch"),

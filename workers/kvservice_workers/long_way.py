@@ -1,4 +1,4 @@
-"""Attend on one worker: tables and arenas, then the kernel."""
+"""The long way through Attend: everything is checked, pages are provided, then the kernel runs."""
 
 from __future__ import annotations
 
@@ -26,38 +26,59 @@ from kvservice_workers.host_tensors import as_numpy, as_torch, to_host
 from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding, padding_after
 from kvservice_workers.pools import PoolSet
+from kvservice_workers.promises import Promises
 from kvservice_workers.provision import Provision, arena_of, written_pages
+from kvservice_workers.session_access import SessionAccess
 from kvservice_workers.session_state import WorkerSession
-from kvservice_workers.session_table import SessionTable
-from kvservice_workers.steady import SteadyStep, settle
+from kvservice_workers.steady import settle
 from kvservice_workers.step import Refusal, Step
 
 Array = npt.NDArray[np.generic]
 
 
-class DataPath:
-    """Attend, the long way and the short one. The session's lock is held by the caller."""
+class LongWay:
+    """Attend: any call. It leaves behind what lets a step's other layers go the short way.
+
+    Thread-safe. The worker's lock is not held during attention.
+    """
 
     def __init__(
         self,
         lock: threading.RLock,
-        sessions: SessionTable,
+        access: SessionAccess,
         pools: PoolSet,
+        promises: Promises,
         counters: Counters,
         clock: Clock,
         failpoints: Failpoints,
     ) -> None:
         self._lock = lock  # the worker's
-        self._sessions = sessions
-        self._failpoints = failpoints
+        self._access = access
         self._pools = pools
+        self._promises = promises
         self._counters, self._timings = counters, counters.timings
         self._clock = clock
+        self._failpoints = failpoints
 
-    def attend(
-        self, session: WorkerSession, call: AttendCall, said: Said | None = None
-    ) -> AttendResult:
-        """See `PageWorker.attend`."""
+    def attend(self, tenant: str, call: AttendCall, said: Said | None = None) -> AttendResult:
+        """Store new k and v of one layer, attend, return the output; see `worker.proto`.
+
+        Args:
+            said: The call as it came. With it, later layers of the step may go the short way.
+
+        Raises:
+            Whatever `worker.proto` lists for Attend; see there for what has changed.
+        """
+        with self._access.storing(tenant, call.session_id) as session:
+            result = self._attend(session, call, said)
+            if session.followed_by and session.targets is not None:
+                with self._lock:
+                    self._promises.lapse(session)
+            return result
+
+    # -- inside
+
+    def _attend(self, session: WorkerSession, call: AttendCall, said: Said | None) -> AttendResult:
         plan = plan_attend(session, call)
         group = session.groups[plan.window]
         with self._lock:
@@ -87,55 +108,6 @@ class DataPath:
         if call.partial:
             return AttendResult(*to_host(partial.out, partial.lse))
         return AttendResult(*to_host(partial.out.to(TORCH_DTYPES[plan.geometry.dtype])))
-
-    def attend_steadily(self, session: WorkerSession, said: Said) -> bytes | None:
-        """Serve a layer the short way, and renew the session's lease.
-
-        The session may have been closed, or its lease may be over.
-
-        Returns:
-            The answer's frame. None: it must go the long way, and nothing has changed.
-        """
-        started = self._clock.monotonic()
-        step = session.step
-        if step is None or session.closed or not self._sessions.holds(session, started):
-            return None
-        if session.frozen is not None:
-            return None
-        layer, stores, lengths = said.layer, said.stores, session.lengths
-        window, index = session.place_of(layer)
-        steady = step.steady.get((window, stores))
-        group, geometry = session.groups[window], session.geometries.get(layer)
-        if (
-            steady is None
-            or group.version != steady.version
-            or lengths.get(layer) != steady.positions
-            or (geometry is not steady.geometry and geometry != steady.geometry)
-            or (stores and layer in step.appended)
-        ):
-            return None
-        arena = group.pool.arenas.get(index)
-        if arena is None:
-            return None
-        if group.written is not None and steady.slots is not None:
-            group.wrote_slots(steady.slots[0])
-        place = arena.place  # which keeps the tensors, should the arena move meanwhile
-        answer = steady.call.answer(said, place.k_address, place.v_address, place.room)
-        if answer is None:
-            return None
-        ended = self._clock.monotonic()
-        with self._lock:
-            if stores:
-                if arena.place is not place:
-                    self._store_again(group, arena, steady, said)
-                lengths[layer] = steady.lengths
-                step.appended[layer] = steady.positions
-                self._counters.appended_bytes += steady.num_bytes
-            self._timings.attention(ended - started, steady.num_rows)
-            self._sessions.renew(session, ended)
-        return answer
-
-    # -- attend
 
     def _prepare(
         self, session: WorkerSession, group: LayerGroup, call: AttendCall, plan: AttendPlan
@@ -262,26 +234,6 @@ class DataPath:
         )
         if steady is not None:
             step.steady[group.window, stores] = steady
-
-    def _store_again(
-        self,
-        group: LayerGroup,
-        arena: Arena,
-        steady: SteadyStep,
-        said: Said,
-    ) -> None:
-        """Store tokens in an arena that moved while they were stored where it was."""
-        assert steady.slots is not None, "nothing was stored"
-        pages, offsets, kept = steady.slots
-        dtype = steady.geometry.dtype
-        k, v = (
-            as_numpy(HostTensor(dtype, shape, data))
-            for shape, data in zip(steady.shapes, said.tensors()[1:], strict=True)
-        )
-        if kept is not None:
-            k, v = k[kept], v[kept]
-        with group.pool.lock:
-            arena.store(pages, offsets, k, v)
 
 
 def _no_output(call: AttendCall, plan: AttendPlan) -> AttendResult:
