@@ -7,6 +7,7 @@ loaded modules. Inside the client an array is a `HostArray`: a numpy array, bflo
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,6 +132,21 @@ def to_bool(array: Any, name: str) -> npt.NDArray[np.bool_]:
     if data.dtype != np.bool_:
         raise InvalidRequest(f"{name} must be bool, got {data.dtype}")
     return data
+
+
+def to_int(value: Any) -> int | None:
+    """Return an integer as a plain one: Python's, or a scalar of a library. None: no integer.
+
+    A bool is none, nor is an array with dimensions.
+    """
+    if type(value) is int:
+        return value
+    if type(value) is bool or not hasattr(value, "__index__") or np.ndim(value):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def to_ints(values: Any, name: str) -> list[int]:

@@ -14,7 +14,15 @@ from kvservice.core.errors import GeometryMismatch, InvalidRequest
 from kvservice.core.geometry import MAX_LAYERS, DType
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.tensors import dtype_to_pb
-from kvservice_client._arrays import NUMPY_TYPES, HostArray, Kind, as_float32, to_host, to_ints
+from kvservice_client._arrays import (
+    NUMPY_TYPES,
+    HostArray,
+    Kind,
+    as_float32,
+    to_host,
+    to_int,
+    to_ints,
+)
 
 Lengths = tuple[int, ...]
 Packed = npt.NDArray[Any]  # [tokens, heads, dim], the tokens of all rows one after the other
@@ -250,10 +258,8 @@ def read_scoring(
 
 def read_positions(pos: Any, num_rows: int, name: str = "pos") -> Lengths:
     """Return a position per row, of one int for all rows or one for each."""
-    if type(pos) is int:
-        listed = [pos] * num_rows
-    else:
-        listed = to_ints(pos, name)
+    one = to_int(pos)
+    listed = [one] * num_rows if one is not None else to_ints(pos, name)
     if len(listed) != num_rows or min(listed) < 0:
         raise InvalidRequest(
             f"{name} must be a position, at least 0, or one for each of {num_rows} rows, "

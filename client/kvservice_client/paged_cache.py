@@ -17,7 +17,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.geometry import DEFAULT_PAGE_SIZE, MAX_LAYERS, MAX_PAGE_SIZE
 from kvservice.core.session import MAX_REPLICAS, MAX_TOKENS
-from kvservice_client._arrays import to_ints
+from kvservice_client._arrays import to_int, to_ints
 from kvservice_client._ask import Lengths, check_agree, read_positions, read_queries, read_tokens
 from kvservice_client._client import Client, current_client
 from kvservice_client._paged_state import PagedState
@@ -194,7 +194,7 @@ class PagedCache:
 
         Args:
             layer: 0 first in each pass, then the others in any order. A layer called again in the
-                same pass overwrites what it stored.
+                same pass overwrites what it stored. Like `pos`, any library's integer.
             q: float[rows, heads, tokens, dim], of torch, numpy or JAX.
             k, v: Alike, with heads that divide q's (query head h reads KV head h // group_size).
             pos: Position of the first new token, of all rows or of each. In layer 0 the row's
@@ -216,9 +216,10 @@ class PagedCache:
         """
         state = self._state
         state.settle()
-        if type(layer) is not int or not 0 <= layer < self.num_layers:
+        number = to_int(layer)
+        if number is None or not 0 <= number < self.num_layers:
             raise InvalidRequest(f"layer must be from 0 to {self.num_layers - 1}, got {layer!r}")
-        append = self._read(k, pos, counts)
+        layer, append = number, self._read(q, k, pos, counts)
         self._check(layer, append)
         num_rows = len(append.first)
         if state.session is None or state.session.num_rows != num_rows:
@@ -277,7 +278,7 @@ class PagedCache:
             there was nothing to drop, or where it was refused: `pop` tells these apart.
         """
         popped = self.pop(n).num_tokens
-        return min(popped) if type(n) is int else popped
+        return popped if to_int(n) is None else min(popped)
 
     def pop(self, n: int | Sequence[int]) -> Popped:
         """Drop the newest `n` tokens of every row, or of each: of all layers, or of none.
@@ -293,7 +294,8 @@ class PagedCache:
             InvalidRequest: Negative, or not for each row.
         """
         lengths = self.seq_lens()
-        asked = [n] * len(lengths) if type(n) is int else to_ints(n, "n")
+        one = to_int(n)
+        asked = to_ints(n, "n") if one is None else [one] * len(lengths)
         if len(asked) != len(lengths) or min(asked) < 0:
             raise InvalidRequest(
                 f"n must be at least 0, for all rows or for each of {len(lengths)}, got {n!r}"
@@ -370,11 +372,15 @@ class PagedCache:
             layer for layer, window in enumerate(self.windows) if (window is not None) is sliding
         ]
 
-    def _read(self, k: Any, pos: Any, counts: Any) -> _Append:
+    def _read(self, q: Any, k: Any, pos: Any, counts: Any) -> _Append:
         """Say where a call's tokens go."""
-        shape = np.shape(k)
+        shape, q_shape = np.shape(k), np.shape(q)
         if len(shape) != 4 or not shape[0]:
             raise InvalidRequest(f"k must be [rows, heads, tokens, dim], got {list(shape)}")
+        if len(q_shape) != 4 or q_shape[2] != shape[2]:
+            raise InvalidRequest(
+                f"q must be [rows, heads, {shape[2]} tokens, dim] as k is, got {list(q_shape)}"
+            )
         num_rows, num_tokens = shape[0], shape[2]
         if num_rows != self._state.num_rows and self._state.any_stored():
             raise InvalidRequest(

@@ -5,6 +5,10 @@ In the table's order and words; the rows that follow are in test_paged_cache_len
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -113,6 +117,39 @@ def test_attention_opts(client: Client, dtype: torch.dtype) -> None:
     expected = pair.plain.attention(0, q.double(), k.double(), v.double(), scale=0.3)
     assert np.abs(out.double().numpy() - expected).max() < 3e-2
     assert pair.cache.seq_len() == 5
+
+
+def test_attention_opts_takes_a_query_for_each_token(client: Client) -> None:
+    """attention_opts: q and k have the same tokens; another number of queries changes nothing."""
+    pair = Pair(client, 2)
+    pair.feed(3)
+    q, k, v = tokens = pair.draw(2)
+    for layer in (0, 1):
+        for wrong in (q[:, :, :1], q[:, :, [0, 1, 1]], q[:, :, 0]):
+            with pytest.raises(InvalidRequest, match="2 tokens"):
+                pair.cache.attention(layer, wrong, k, v, 3, pair.scale)
+        pair.check()
+        pair.call(layer, 2, tokens=tokens)
+
+
+@pytest.mark.parametrize("scalar", [np.int64, np.array, torch.tensor, jnp.int32])
+def test_integers_of_any_library(client: Client, scalar: Callable[[int], Any]) -> None:
+    """attention, popn: a layer, a position and a count may be scalars of torch, numpy or JAX."""
+    pair = Pair(client, 2, num_rows=2)
+    for pos in (0, 3):
+        tokens = pair.draw(3)
+        for layer in (0, 1):
+            out = pair.cache.attention(scalar(layer), *tokens, scalar(pos), pair.scale)
+            expected = pair.plain.attention(layer, *tokens, scale=pair.scale)
+            assert np.abs(out - expected).max() < 1e-5
+    popped = pair.cache.popn(scalar(2))
+    assert (type(popped), popped) == (int, 2)
+    assert pair.cache.seq_lens() == (4, 4)
+    for wrong in (True, 4.0, torch.tensor(4.0), torch.tensor([4]), np.array([[4, 4]])):
+        with pytest.raises(InvalidRequest):
+            pair.cache.attention(0, *pair.draw(1), wrong, pair.scale)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest):
+            pair.cache.popn(wrong)  # type: ignore[call-overload]
 
 
 def test_layer_0_rule(client: Client) -> None:
