@@ -12,6 +12,7 @@ from bench.report import seconds_of
 from kvservice.config import cache_directory
 from kvservice.demo.model import convert, find_converted, load
 from kvservice_client import Client, RemoteCache, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT
 
 
 def smollm2() -> Any:
@@ -89,7 +90,9 @@ class Decoder:
 
     def feed(self, ids: Any) -> None:
         """Feed tokens."""
-        out = self._model(input_ids=ids, cache=self.cache, use_cache=True, logits_to_keep=1)
+        out = self._model(
+            input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: self.cache}
+        )
         self._next = out.logits[:, -1:].argmax(-1)
 
     def _use_attention(self) -> None:

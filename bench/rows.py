@@ -12,6 +12,7 @@ from bench.processes import two_workers
 from bench.report import MIN_PAIRS, Report, seconds_of
 from kvservice.clock import now_ns
 from kvservice_client import Client, RemoteCache, connect, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT
 
 BEAMS = 4
 
@@ -47,7 +48,7 @@ def _timed(
     model: Any, ids: torch.Tensor, cache: Any, options: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
     started = now_ns()
-    tokens: torch.Tensor = model.generate(ids, cache=cache, **options)
+    tokens: torch.Tensor = model.generate(ids, **{CACHE_ARGUMENT: cache}, **options)
     return tokens, (now_ns() - started) / 1e9
 
 

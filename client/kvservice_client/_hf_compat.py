@@ -7,6 +7,7 @@ through a forward pass. So the version is checked first, then every name and mem
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from typing import Any, Final
 
@@ -92,3 +93,9 @@ and_masks: Any = require("transformers.masking_utils", "and_masks")
 sliding_window_overlay: Any = require("transformers.masking_utils", "sliding_window_overlay")
 chunked_overlay: Any = require("transformers.masking_utils", "chunked_overlay")
 sdpa_mask: Any = require("transformers.masking_utils", "sdpa_mask")
+_create_causal_mask: Any = require("transformers.masking_utils", "create_causal_mask")
+
+CACHE_ARGUMENT: Final = (
+    "cache" if "cache" in inspect.signature(_create_causal_mask).parameters else "past_key_values"
+)
+"""What models, `generate` and mask functions call their cache. It was renamed in 5.24."""

@@ -16,13 +16,13 @@ from typing import Any, Final
 import torch
 
 from kvservice_client._client import Client, current_client
-from kvservice_client._hf_compat import DynamicCache, PreTrainedConfig
+from kvservice_client._hf_compat import CACHE_ARGUMENT, DynamicCache, PreTrainedConfig
 from kvservice_client._hf_layer import RemoteLayer
 from kvservice_client._hf_models import layers_of, remote_layer, use_remote_attention
 from kvservice_client._hf_session import OpenOptions, RemoteFetchWarning, SharedSession
 from kvservice_client._session import Session
 
-__all__ = ["RemoteCache", "RemoteFetchWarning", "use_remote_attention"]
+__all__ = ["CACHE_ARGUMENT", "RemoteCache", "RemoteFetchWarning", "use_remote_attention"]
 
 MODES: Final = ("attend", "fetch", "auto")
 PROMPTS: Final = ("auto", "local", "remote")

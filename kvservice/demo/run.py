@@ -25,6 +25,7 @@ from kvservice.core.errors import InvalidRequest
 from kvservice.demo import model as demo_model
 from kvservice.demo.screen import Screen, make_screen
 from kvservice_client import Client, RemoteCache, connect, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT
 
 PROMPTS: Final = (
     "What is the capital of France? Answer in one sentence.",
@@ -218,7 +219,7 @@ class _Asker:
             start = self.clock.monotonic()
             sequences = self.model.generate(
                 **self.inputs,
-                cache=cache,
+                **{CACHE_ARGUMENT: cache},
                 do_sample=False,
                 max_new_tokens=self.max_new_tokens,
                 pad_token_id=self.tokenizer.pad_token_id,

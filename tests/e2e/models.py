@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers as tf
-
-# What models and `generate` call their cache: another name before transformers 5.24.
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(tf.LlamaForCausalLM.forward).parameters
-    else "past_key_values"
-)
 
 VOCAB = 96
 PAD = 0

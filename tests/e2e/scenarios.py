@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kvservice_client.hf import CACHE_ARGUMENT
 from tests.e2e import models
-from tests.e2e.models import CACHE, PAD, VOCAB
+from tests.e2e.models import PAD, VOCAB
 
 Results = list[torch.Tensor]
 
@@ -52,7 +53,7 @@ def generate(world: World, ids: torch.Tensor, cache: Any, new: int = 12, **optio
         max_new_tokens=new,
         return_dict_in_generate=True,
         output_logits=True,
-        **{CACHE: cache, "do_sample": False, **options},
+        **{CACHE_ARGUMENT: cache, "do_sample": False, **options},
     )
     return [out.sequences, torch.stack(out.logits)]
 
@@ -60,7 +61,9 @@ def generate(world: World, ids: torch.Tensor, cache: Any, new: int = 12, **optio
 @torch.no_grad()
 def forward(world: World, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
     """Feed tokens by hand; return their logits."""
-    logits: torch.Tensor = world.model(ids, use_cache=True, **{CACHE: cache}, **options).logits
+    logits: torch.Tensor = world.model(
+        ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **options
+    ).logits
     return logits
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from kvservice.core.errors import Unavailable
 from kvservice_client import Client, Session
-from kvservice_client.hf import RemoteCache, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT, RemoteCache, use_remote_attention
 from tests.e2e import models
 from tests.e2e.conftest import used_pages
 from tests.e2e.models import WINDOW
@@ -183,10 +183,10 @@ def test_the_same_text_every_time(client: Client) -> None:
     for page_size in (1, 3, 16, 64):
         cache = RemoteCache(client, model.config, mode="attend", page_size=page_size)
         with torch.no_grad():
-            model(ids[:, :-1], **{models.CACHE: cache})
+            model(ids[:, :-1], **{CACHE_ARGUMENT: cache})
         for each in (copy.deepcopy(cache), cache):
             texts.append(
-                model.generate(ids, **{models.CACHE: each}, max_new_tokens=12, do_sample=False)
+                model.generate(ids, **{CACHE_ARGUMENT: each}, max_new_tokens=12, do_sample=False)
             )
     assert all(torch.equal(text, texts[0]) for text in texts)
 
@@ -201,7 +201,7 @@ def test_windows_give_pages_back(client: Client, mode: str) -> None:
     for tokens in (10, 50):
         cache = RemoteCache(client, model.config, mode=mode, page_size=4)
         options = {"max_new_tokens": tokens, "do_sample": False}
-        text = model.generate(prompt(1, 9), **{models.CACHE: cache}, **options)
+        text = model.generate(prompt(1, 9), **{CACHE_ARGUMENT: cache}, **options)
         assert torch.equal(text, models.build("mistral").generate(prompt(1, 9), **options))
         used.append(used_pages(client))
         cache.reset()
@@ -217,7 +217,7 @@ def test_assisted_decoding_gives_pages_back(client: Client, mode: str) -> None:
         cache = RemoteCache(client, model.config, mode=mode, page_size=4)
         ids = prompt(1, 5).repeat(1, 3)
         options = {"max_new_tokens": tokens, "do_sample": False}
-        text = model.generate(ids, **{models.CACHE: cache}, prompt_lookup_num_tokens=3, **options)
+        text = model.generate(ids, **{CACHE_ARGUMENT: cache}, prompt_lookup_num_tokens=3, **options)
         assert torch.equal(text, models.build("mistral").generate(ids, **options))
         used.append(used_pages(client))
         cache.reset()
@@ -232,7 +232,7 @@ def test_only_what_the_mode_says_travels_back(client: Client) -> None:
     cache = RemoteCache(client, model.config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.generate(prompt(1, 9), **{models.CACHE: cache}, max_new_tokens=6, do_sample=False)
+        model.generate(prompt(1, 9), **{CACHE_ARGUMENT: cache}, max_new_tokens=6, do_sample=False)
     assert sum(worker.read_bytes for worker in client.page_stats()) == before
 
 

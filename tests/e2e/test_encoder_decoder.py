@@ -13,7 +13,7 @@ import transformers as tf
 from transformers import DynamicCache, EncoderDecoderCache
 
 from kvservice_client import Client
-from kvservice_client.hf import RemoteCache, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT, RemoteCache, use_remote_attention
 from tests.e2e import models
 from tests.e2e.compare import difference
 from tests.e2e.scenarios import Results, padded, prompt
@@ -95,7 +95,7 @@ def generate(model: Any, cache: Any, **options: Any) -> Results:
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
-        **{models.CACHE: cache},
+        **{CACHE_ARGUMENT: cache},
         **options,
     )
     return [out.sequences, torch.stack(out.logits)]
@@ -129,7 +129,11 @@ def t5_deepcopy(model: Any, new_cache: NewCache) -> Results:
 
         def feed(token: int, cache: EncoderDecoderCache) -> torch.Tensor:
             ids = torch.full((1, 1), token)
-            arguments = {"encoder_outputs": encoded, "decoder_input_ids": ids, models.CACHE: cache}
+            arguments = {
+                "encoder_outputs": encoded,
+                "decoder_input_ids": ids,
+                CACHE_ARGUMENT: cache,
+            }
             logits: torch.Tensor = model(**arguments).logits
             return logits
 

@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvservice_client import Client, RemoteCache, connect, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT
 from tests.e2e.conftest import assert_no_pages
 
 CHUNK, CHUNKS = 256, 8
@@ -58,12 +59,13 @@ def resident() -> int:
 def growth(model: Any, cache: Any) -> float:
     """Feed long prompts behind a past; return by how many bytes a token this process has grown."""
     ids = torch.randint(0, 64, (1, CHUNK), generator=torch.Generator().manual_seed(1))
+    kept: dict[str, Any] = {CACHE_ARGUMENT: cache, "use_cache": True}
     for _ in range(2):  # a first prompt, and one behind it: buffers and caches are there now
-        model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, logits_to_keep=1, **kept)
     before = resident()
     for _ in range(CHUNKS):
-        model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
-    model(input_ids=ids[:, :1], cache=cache, use_cache=True)  # by now what was sent has arrived
+        model(input_ids=ids, logits_to_keep=1, **kept)
+    model(input_ids=ids[:, :1], **kept)  # by now what was sent has arrived
     return (resident() - before) / (CHUNK * CHUNKS)
 
 

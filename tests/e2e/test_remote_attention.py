@@ -15,7 +15,7 @@ from kvservice.core.errors import OutOfPages, PagesLost, Unavailable
 from kvservice.embedded import embedded
 from kvservice_client import Client, ClientConfig, Session, use
 from kvservice_client._attend import Attender
-from kvservice_client.hf import RemoteCache, use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT, RemoteCache, use_remote_attention
 from tests.backends import embedded_backend
 from tests.e2e import compare, models
 from tests.e2e.scenarios import World, forward, padded, prompt
@@ -102,9 +102,9 @@ def test_models_that_cannot_may_fetch(client: Client, build: Any, mode: str) -> 
     model = models.quiet(build())
     ids = torch.randint(2, 30, (2, 7))
     options = {"max_new_tokens": 6, "do_sample": False}
-    wanted = model.generate(ids, **{models.CACHE: DynamicCache(config=model.config)}, **options)
+    wanted = model.generate(ids, **{CACHE_ARGUMENT: DynamicCache(config=model.config)}, **options)
     cache = RemoteCache(client, model.config, mode=mode)
-    assert torch.equal(model.generate(ids, **{models.CACHE: cache}, **options), wanted)
+    assert torch.equal(model.generate(ids, **{CACHE_ARGUMENT: cache}, **options), wanted)
 
 
 def test_a_model_that_computes_on_keys_is_noticed(client: Client) -> None:
@@ -112,7 +112,7 @@ def test_a_model_that_computes_on_keys_is_noticed(client: Client) -> None:
     model = models.build("llama")
     cache = RemoteCache(client, model.config, mode="attend")
     with pytest.raises(RuntimeError, match="use_remote_attention"):
-        model.generate(prompt(1, 5), **{models.CACHE: cache}, max_new_tokens=2)
+        model.generate(prompt(1, 5), **{CACHE_ARGUMENT: cache}, max_new_tokens=2)
 
 
 def test_other_parts_of_a_composite_model_keep_their_attention() -> None:
@@ -141,7 +141,7 @@ def test_dropout_is_refused(client: Client) -> None:
         layer.self_attn.attention_dropout = 0.1
     model.train()
     with pytest.raises(RuntimeError, match="dropout"):
-        model(prompt(1, 3), **{models.CACHE: RemoteCache(client, model.config)})
+        model(prompt(1, 3), **{CACHE_ARGUMENT: RemoteCache(client, model.config)})
 
 
 @pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
@@ -155,7 +155,7 @@ def test_backward_is_refused(client: Client, mode: str, trained: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     cache = RemoteCache(client, model.config, mode=mode)
-    loss = model(prompt(1, 3), **{models.CACHE: cache}).logits.sum()
+    loss = model(prompt(1, 3), **{CACHE_ARGUMENT: cache}).logits.sum()
     with pytest.raises(RuntimeError, match="inference only"):
         loss.backward()
     # A backward that fails leaves nodes in the thread's queue, which the next one there drops.
@@ -167,7 +167,7 @@ def test_keywords_that_change_scores_are_refused(client: Client) -> None:
     model = remote_model("llama")
     cache = RemoteCache(client, model.config)
     with pytest.raises(RuntimeError, match="indices"):
-        model(prompt(1, 3), **{models.CACHE: cache}, indices=torch.zeros(1))
+        model(prompt(1, 3), **{CACHE_ARGUMENT: cache}, indices=torch.zeros(1))
     assert cache.get_seq_length() == 0
 
 
@@ -183,9 +183,9 @@ def test_without_a_remote_cache_it_is_local(family: str, kind: str) -> None:
     for model in (models.build(family), remote_model(family)):
         options: dict[str, Any] = {"use_cache": kind != "none"}
         if kind == "dynamic":
-            options[models.CACHE] = DynamicCache(config=model.config)
+            options[CACHE_ARGUMENT] = DynamicCache(config=model.config)
         elif kind == "static":
-            options[models.CACHE] = StaticCache(config=model.config, max_cache_len=32)
+            options[CACHE_ARGUMENT] = StaticCache(config=model.config, max_cache_len=32)
         out = model.generate(
             ids,
             attention_mask=mask,
@@ -227,7 +227,7 @@ def test_several_threads_on_one_model(client: Client) -> None:
         cache = RemoteCache(client, model.config, mode="attend")
         ids = prompt(1, 8 + number, seed=number)
         results[number] = model.generate(
-            ids, **{models.CACHE: cache}, max_new_tokens=8, do_sample=False
+            ids, **{CACHE_ARGUMENT: cache}, max_new_tokens=8, do_sample=False
         )
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
@@ -263,7 +263,7 @@ def test_the_default_client(client: Client) -> None:
         model = remote_model("llama")
         cache = RemoteCache(config=model.config, mode="attend")
         text = model.generate(
-            prompt(1, 13), **{models.CACHE: cache}, max_new_tokens=16, do_sample=False
+            prompt(1, 13), **{CACHE_ARGUMENT: cache}, max_new_tokens=16, do_sample=False
         )
         assert torch.equal(text, compare.expected("llama", "greedy")[0])
     finally:
@@ -275,8 +275,8 @@ def test_under_inference_mode(client: Client) -> None:
     model = remote_model("mistral")
     with torch.inference_mode():
         cache = RemoteCache(client, model.config, mode="attend")
-        first = model(prompt(1, 9), **{models.CACHE: cache}).logits
-        second = model(prompt(1, 1, seed=1), **{models.CACHE: cache}).logits
+        first = model(prompt(1, 9), **{CACHE_ARGUMENT: cache}).logits
+        second = model(prompt(1, 1, seed=1), **{CACHE_ARGUMENT: cache}).logits
         wanted = models.build("mistral")(torch.cat([prompt(1, 9), prompt(1, 1, seed=1)], 1)).logits
     assert_close(first, wanted[:, :9])
     assert_close(second, wanted[:, 9:])
@@ -292,12 +292,12 @@ def test_in_a_compiled_model(client: Client) -> None:
     cache = RemoteCache(client, model.config, mode="attend")
     ids, mask = padded([7, 4])
     with torch.no_grad():
-        results = [compiled(ids, attention_mask=mask, **{models.CACHE: cache}).logits]
+        results = [compiled(ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}).logits]
         for step in range(3):
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
             token = prompt(2, 1, seed=step)
             ids = torch.cat([ids, token], 1)
-            results.append(compiled(token, attention_mask=mask, **{models.CACHE: cache}).logits)
+            results.append(compiled(token, attention_mask=mask, **{CACHE_ARGUMENT: cache}).logits)
         wanted = models.build("llama")(ids, attention_mask=mask).logits
     assert_close(torch.cat(results, 1)[mask.bool()], wanted[mask.bool()])
     cache.reset()  # compiled code holds on to what it was compiled for
@@ -315,7 +315,7 @@ def test_half_precision(client: Client, dtype: torch.dtype) -> None:
         wanted = model(ids, attention_mask=mask).logits.float().softmax(-1)
         use_remote_attention(model)
         cache = RemoteCache(client, model.config, mode="attend")
-        ours = model(ids, attention_mask=mask, **{models.CACHE: cache}).logits
+        ours = model(ids, attention_mask=mask, **{CACHE_ARGUMENT: cache}).logits
     assert ours.dtype == dtype
     difference = (ours.float().softmax(-1) - wanted)[mask.bool()].abs()
     assert difference.mean() < 5e-3
@@ -330,7 +330,7 @@ def test_attention_weights(client: Client) -> None:
     wanted = model(ids, output_attentions=True).attentions
     cache = RemoteCache(client, model.config)
     with torch.no_grad():
-        ours = model(ids, **{models.CACHE: cache}, output_attentions=True).attentions
+        ours = model(ids, **{CACHE_ARGUMENT: cache}, output_attentions=True).attentions
     for one, two in zip(ours, wanted, strict=True):
         assert_close(one, two)
 
@@ -399,7 +399,7 @@ def test_a_full_worker_is_an_error_and_no_answer() -> None:
         cache = RemoteCache(small, model.config, mode="attend")
 
         def wait_for_all_layers() -> None:
-            model(prompt(4, 60), **{models.CACHE: cache})
+            model(prompt(4, 60), **{CACHE_ARGUMENT: cache})
             assert cache.session_id
 
         with torch.no_grad():
@@ -407,7 +407,7 @@ def test_a_full_worker_is_an_error_and_no_answer() -> None:
                 wait_for_all_layers()
             assert cache.rollback() == 0
             cache.reset()
-            logits = model(prompt(1, 8), **{models.CACHE: cache}).logits
+            logits = model(prompt(1, 8), **{CACHE_ARGUMENT: cache}).logits
             assert_close(logits, models.build("llama")(prompt(1, 8)).logits)
 
 
@@ -417,9 +417,9 @@ def test_a_crashed_decoder_goes_on(client: Client) -> None:
     ids = prompt(1, 11)
     cache = RemoteCache(client, model.config, mode="attend")
     with torch.no_grad():
-        model(ids, **{models.CACHE: cache})
+        model(ids, **{CACHE_ARGUMENT: cache})
         heir = RemoteCache.attach(cache.session_id, client=client, config=model.config)
-        logits = model(prompt(1, 1, seed=1), **{models.CACHE: heir}).logits
+        logits = model(prompt(1, 1, seed=1), **{CACHE_ARGUMENT: heir}).logits
         wanted = models.build("mistral")(torch.cat([ids, prompt(1, 1, seed=1)], 1)).logits
     assert_close(logits[:, -1], wanted[:, -1])
 
@@ -474,7 +474,7 @@ def test_a_lost_copy(dead: int, family: str) -> None:
 
         ids, options = prompt(1, 9), {"max_new_tokens": 12, "do_sample": False}
         killing = tf.LogitsProcessorList([Killing(14, kill)])
-        tokens = model.generate(ids, cache=cache, logits_processor=killing, **options)
+        tokens = model.generate(ids, logits_processor=killing, **{CACHE_ARGUMENT: cache}, **options)
         wanted = models.build(family).generate(ids, **options)
         assert torch.equal(tokens, wanted)
         assert cache._shared.opened()._mirror.misses_copies

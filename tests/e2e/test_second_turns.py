@@ -15,7 +15,7 @@ from kvservice_client import Client, _hf_layer
 from kvservice_client._hf_past import Partial
 from kvservice_client._hf_prompt import Uploads
 from kvservice_client._session import Session
-from kvservice_client.hf import RemoteCache
+from kvservice_client.hf import CACHE_ARGUMENT, RemoteCache
 from tests.e2e import compare, models
 from tests.e2e.conftest import used_pages
 from tests.e2e.scenarios import World, forward, padded, prompt
@@ -176,7 +176,7 @@ def test_masks_of_the_callers_own(client: Client, spy: Spy, number: int) -> None
         layer = each.model.model.layers[number].self_attn
 
         def masked(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            hidden, cache = kwargs["hidden_states"], kwargs[models.CACHE]
+            hidden, cache = kwargs["hidden_states"], kwargs[CACHE_ARGUMENT]
             total, new = cache.get_seq_length(number) + hidden.shape[1], hidden.shape[1]
             seen = torch.ones(new, total, dtype=torch.bool).tril(total - new)
             seen[:, 1::3] = False

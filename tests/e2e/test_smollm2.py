@@ -11,8 +11,7 @@ from transformers import DynamicCache
 from kvservice import config
 from kvservice.demo import model as demo_model
 from kvservice_client import Client
-from kvservice_client.hf import RemoteCache, use_remote_attention
-from tests.e2e.models import CACHE
+from kvservice_client.hf import CACHE_ARGUMENT, RemoteCache, use_remote_attention
 from tests.programs import needs_model
 
 pytestmark = [needs_model, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -48,7 +47,7 @@ def chat(smollm2: Any) -> Any:
 def _generate(model: Any, inputs: Any, cache: Any, **options: Any) -> tuple[Any, torch.Tensor]:
     out = model.generate(
         **inputs,
-        **{CACHE: cache},
+        **{CACHE_ARGUMENT: cache},
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from transformers import masking_utils
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from kvservice_client._hf_mask import Pattern, RemoteMask, describe, recognise, remote_mask
-from kvservice_client.hf import use_remote_attention
+from kvservice_client.hf import CACHE_ARGUMENT, use_remote_attention
 
 LEFT = torch.tensor([2, 0])
 
@@ -76,8 +75,7 @@ def test_models_ask_us(creator: str, config: dict[str, Any], pattern: Pattern) -
     settings._attn_implementation = "kvservice"
     given = torch.tensor([[0, 1, 1], [1, 1, 1]])
     create = getattr(masking_utils, creator)
-    cache = "cache" if "cache" in inspect.signature(create).parameters else "past_key_values"
-    mask = create(settings, torch.zeros(2, 3, 4), given, **{cache: None})
+    mask = create(settings, torch.zeros(2, 3, 4), given, **{CACHE_ARGUMENT: None})
     assert isinstance(mask, RemoteMask)
     assert mask.pattern == pattern
     assert mask.shape == (2, 1, 3, 3)
