@@ -21,7 +21,7 @@ from kvservice.wire.names import MANAGER, WORKER, snake_case
 from kvservice_client import Client
 from kvservice_client._connections import Connections
 from kvservice_client._transport import InProcessTransport, Transport
-from kvservice_workers.data_plane.peer import Puller
+from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
 

@@ -28,7 +28,7 @@ from kvservice_client._transport_grpc import GrpcTransport
 from kvservice_client._transport_lane import LaneTransport
 from kvservice_client._watchdog import Watchdog
 from kvservice_client.testing import eventually
-from kvservice_workers.data_plane.peer import Puller
+from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
 

@@ -25,7 +25,7 @@ from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.server.lane import LaneServer
 from kvservice.server.worker_stub import GrpcWorkerHandle, HeartbeatLoop
 from kvservice.wire.names import WORKER
-from kvservice_workers.data_plane.peer import Puller
+from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.devices import device_memory_bytes
 from kvservice_workers.worker import PageWorker, WorkerConfig

@@ -34,6 +34,7 @@ from kvservice_client import DType, LayerGeometry, Session
 from kvservice_client.testing import eventually
 from kvservice_workers.data_plane import peer
 from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.data_plane.takeover import Takeover
 from tests.backends import Backend, embedded_backend
 from tests.contract.conftest import Start
 
@@ -214,11 +215,11 @@ def test_a_layer_is_stored_while_the_others_are_copied(
         asked.append(args)
         return original(self, *args)
 
-    def has_all(self: peer.Puller, pull: object, missing: Sequence[Any]) -> bool:
+    def has_all(self: Takeover, missing: Sequence[Any]) -> bool:
         return not any(one.pages for one in missing)
 
     monkeypatch.setattr(peer.Source, "pages", pages)
-    monkeypatch.setattr(peer.Puller, "_are_few", has_all)  # all is copied while the session is used
+    monkeypatch.setattr(Takeover, "_are_few", has_all)  # all is copied while the session is used
     twins.attend(0, 3)
     twins.move()
     assert len(asked) > 1

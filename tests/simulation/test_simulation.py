@@ -21,7 +21,7 @@ from kvservice_client._changes import Changes
 from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
 from kvservice_workers.changes import Changes as WorkerChanges
-from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.data_plane.answers import Answers
 from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.leases import Leases
 from kvservice_workers.page_table import PageTable
@@ -94,7 +94,7 @@ def the_same_id_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_incarnation_check(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerService, "_check_incarnation", lambda self, incarnation: None)
+    patch.setattr(Answers, "check_incarnation", lambda self, incarnation: None)
 
 
 def no_word_of_the_follower(patch: pytest.MonkeyPatch) -> None:

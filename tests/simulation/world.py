@@ -20,8 +20,9 @@ from kvservice.wire.convert import seconds_from_pb
 from kvservice.wire.names import snake_case
 from kvservice_client import Client, ClientConfig
 from kvservice_client._connections import Connections
-from kvservice_workers.data_plane.peer import Puller
+from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.data_plane.service import WorkerService
+from kvservice_workers.data_plane.takeover import Pace
 from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.worker import PageWorker, WorkerConfig
 from tests.simulation.loop import Loop, Process, SimClock
@@ -226,9 +227,7 @@ class SimWorker(Process):
             lambda address: Handle(world.network, self, address),
             clock=clock,
             spawn=lambda run: world.loop.spawn(self, run),
-            batch_bytes=FEW_BYTES,
-            few_bytes=FEW_BYTES,
-            soon_s=0.0,
+            pace=Pace(batch_bytes=FEW_BYTES, few_bytes=FEW_BYTES, soon_s=0.0),
             failpoints=points,
         )
         self._service = WorkerService(self.worker, puller=puller)

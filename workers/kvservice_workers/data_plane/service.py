@@ -11,19 +11,19 @@ from typing import Final
 
 from kvservice.core.access import Rights
 from kvservice.core.caller import Caller, Role
-from kvservice.core.errors import AlreadyExists, InvalidRequest, StaleWorker, Unimplemented
+from kvservice.core.errors import InvalidRequest, Unimplemented
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
-from kvservice.core.moving import MovedTo
 from kvservice.core.said import Said
 from kvservice.core.session import SessionInfo, check_session_id
 from kvservice.v1 import types_pb2, worker_pb2
-from kvservice.wire import calls, convert, copies
+from kvservice.wire import calls, convert
 from kvservice.wire.convert import at_least_one, not_negative, session_id_from_pb, session_to_pb
 from kvservice.wire.names import WORKER
 from kvservice.wire.tracing import find_tracer
 from kvservice_workers.attention.native import read_call, read_frame
-from kvservice_workers.data_plane.peer import Puller
-from kvservice_workers.session_state import session_not_found
+from kvservice_workers.data_plane.answers import Answers, Issue
+from kvservice_workers.data_plane.moves import MoveService
+from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.worker import PageWorker
 
 # Calls with more bytes than this are no decoding steps.
@@ -32,10 +32,6 @@ _ATTEND: Final = f"{WORKER.full_name}/Attend"
 
 Admit = Callable[[Caller], tuple[tuple[str, ...], bytes]]
 """Returns where the lane is, and a token that lets the caller in, once."""
-
-Issue = Callable[[Caller, str, float, Rights, str], bytes]
-"""Returns the capability of a caller for a session: its id, its ttl in seconds, what it allows, and
-the incarnation of the worker that it is for; empty: this one."""
 
 
 class WorkerService:
@@ -60,12 +56,11 @@ class WorkerService:
             issue: Makes capabilities. None: nobody wants any.
             puller: Takes sessions over from other workers. None: this one does not.
         """
-        self._puller = puller
         self._worker = worker
         self._short_way = worker.short_way
         self._admit = admit
-        self._issue = issue
-        self._incarnation = worker.config.incarnation
+        self._answers = Answers(worker.config, issue)
+        self._moves = MoveService(worker, puller, self._answers)
         self._tracer = find_tracer()
         self._passed = failpoints.passed
 
@@ -74,86 +69,71 @@ class WorkerService:
     def allocate(
         self, request: types_pb2.AllocateRequest, caller: Caller
     ) -> types_pb2.AllocateResponse:
-        self._check_incarnation(request.incarnation)
+        about = self._answers.about(request, caller)
         starts = not_negative(request.extent_starts, "extent_starts")
         if bool(starts) is not bool(request.epoch):
             raise InvalidRequest("extent_starts and epoch go together")
         if not request.HasField("spec"):
             raise InvalidRequest("spec is missing")
         info = self._worker.opening.allocate(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
+            *about,
             convert.spec_from_pb(request.spec),
             extent_starts=starts,
             epoch=not_negative([request.epoch], "epoch")[0],
             group=not_negative([request.group], "group")[0],
         )
         self._passed("allocate.done")
-        return types_pb2.AllocateResponse(session=self._answer(info, caller))
+        return types_pb2.AllocateResponse(session=self._answers.session(info, caller))
 
     def append(self, request: types_pb2.AppendRequest, caller: Caller) -> types_pb2.AppendResponse:
-        self._check_incarnation(request.incarnation)
+        about, epoch = self._answers.about(request, caller), at_least_one(request.epoch, "epoch")
         if request.followed_by:
-            info = self._worker.changes.go_on_elsewhere(
-                caller.tenant,
-                session_id_from_pb(request.session_id),
-                at_least_one(request.epoch, "epoch"),
-                convert.incarnation_from_pb(request.followed_by),
-            )
+            followed_by = convert.incarnation_from_pb(request.followed_by)
+            info = self._worker.changes.go_on_elsewhere(*about, epoch, followed_by)
             return types_pb2.AppendResponse(session=session_to_pb(info))
         info = self._worker.changes.append(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
-            at_least_one(request.epoch, "epoch"),
+            *about,
+            epoch,
             at_least_one(request.token_count, "token_count"),
             not_negative(request.expected_lengths, "expected_lengths"),
         )
-        return types_pb2.AppendResponse(session=self._answer(info, caller))
+        return types_pb2.AppendResponse(session=self._answers.session(info, caller))
 
     def pop(self, request: types_pb2.PopRequest, caller: Caller) -> types_pb2.PopResponse:
-        self._check_incarnation(request.incarnation)
         info = self._worker.changes.pop(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
+            *self._answers.about(request, caller),
             at_least_one(request.epoch, "epoch"),
             not_negative(request.keep, "keep"),
             not_negative(request.expected_lengths, "expected_lengths"),
             check_only=request.check_only,
         )
-        self._passed("change.checked" if request.check_only else "change.applied")
-        return types_pb2.PopResponse(session=self._answer(info, caller))
+        return types_pb2.PopResponse(session=self._changed(info, request.check_only, caller))
 
     def reset(self, request: types_pb2.ResetRequest, caller: Caller) -> types_pb2.ResetResponse:
-        self._check_incarnation(request.incarnation)
         info = self._worker.changes.reset(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
+            *self._answers.about(request, caller),
             at_least_one(request.epoch, "epoch"),
             check_only=request.check_only,
         )
-        self._passed("change.checked" if request.check_only else "change.applied")
-        return types_pb2.ResetResponse(session=self._answer(info, caller))
+        return types_pb2.ResetResponse(session=self._changed(info, request.check_only, caller))
 
     def select(self, request: types_pb2.SelectRequest, caller: Caller) -> types_pb2.SelectResponse:
-        self._check_incarnation(request.incarnation)
+        about = self._answers.about(request, caller)
         if not request.rows:
             raise InvalidRequest("rows must name at least one row")
         info = self._worker.changes.select(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
+            *about,
             at_least_one(request.epoch, "epoch"),
             not_negative(request.rows, "rows"),
             check_only=request.check_only,
         )
-        self._passed("change.checked" if request.check_only else "change.applied")
-        return types_pb2.SelectResponse(session=self._answer(info, caller))
+        return types_pb2.SelectResponse(session=self._changed(info, request.check_only, caller))
 
     def fork(self, request: types_pb2.ForkRequest, caller: Caller) -> types_pb2.ForkResponse:
-        self._check_incarnation(request.incarnation)
+        about = self._answers.about(request, caller)
         count = request.token_count if request.HasField("token_count") else None
         info = self._worker.opening.fork(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
+            *about,
             at_least_one(request.epoch, "epoch"),
             session_id_from_pb(request.new_session_id),
             token_count=None if count is None else at_least_one(count, "token_count"),
@@ -161,22 +141,16 @@ class WorkerService:
             clip=request.clip,
         )
         self._passed("fork.done")
-        return types_pb2.ForkResponse(session=self._answer(info, caller))
+        return types_pb2.ForkResponse(session=self._answers.session(info, caller))
 
     def attach(self, request: types_pb2.AttachRequest, caller: Caller) -> types_pb2.AttachResponse:
-        self._check_incarnation(request.incarnation)
-        session_id = session_id_from_pb(request.session_id)
+        about = self._answers.about(request, caller)
         if request.keep_step:
-            epoch = at_least_one(request.epoch, "epoch")
-            info = self._worker.changes.go_on(caller.tenant, session_id, epoch)
+            info = self._worker.changes.go_on(*about, at_least_one(request.epoch, "epoch"))
         else:
-            info = self._worker.changes.attach(
-                caller.tenant,
-                session_id,
-                at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None,
-            )
-        self._passed("change.applied")
-        return types_pb2.AttachResponse(session=self._answer(info, caller))
+            epoch = at_least_one(request.epoch, "epoch") if request.HasField("epoch") else None
+            info = self._worker.changes.attach(*about, epoch)
+        return types_pb2.AttachResponse(session=self._changed(info, False, caller))
 
     def release(
         self, request: types_pb2.ReleaseRequest, caller: Caller
@@ -192,13 +166,11 @@ class WorkerService:
         ids = convert.session_ids_from_pb(request.session_ids)
         missing = self._worker.leases.renew(caller.tenant, ids)
         response = types_pb2.RenewLeaseResponse(missing_session_ids=missing)
-        if self._issue is not None:
+        if self._answers.issues:
             for session_id in ids:
                 ttl_s = self._worker.leases.find_ttl_s(caller.tenant, session_id)
                 response.capabilities.append(
-                    b""
-                    if ttl_s is None
-                    else self._issue(caller, session_id, ttl_s, Rights.WRITE, "")
+                    b"" if ttl_s is None else self._answers.capability(caller, session_id, ttl_s)
                 )
         return response
 
@@ -207,12 +179,13 @@ class WorkerService:
     def get_session(
         self, request: types_pb2.GetSessionRequest, caller: Caller
     ) -> types_pb2.GetSessionResponse:
-        self._check_incarnation(request.incarnation)
-        session_id = session_id_from_pb(request.session_id)
+        about = self._answers.about(request, caller)
         if request.ticket:
-            self._worker.arrivals.arrive_by(caller.tenant, session_id, request.ticket)
-        info = self._worker.access.get(caller.tenant, session_id, renew=not request.look_only)
-        return types_pb2.GetSessionResponse(session=self._answer(info, caller, Rights.READ))
+            self._worker.arrivals.arrive_by(*about, request.ticket)
+        info = self._worker.access.get(*about, renew=not request.look_only)
+        return types_pb2.GetSessionResponse(
+            session=self._answers.session(info, caller, Rights.READ)
+        )
 
     def list_sessions(
         self, request: types_pb2.ListSessionsRequest, caller: Caller
@@ -248,94 +221,27 @@ class WorkerService:
     def follow_session(
         self, request: worker_pb2.FollowSessionRequest, caller: Caller
     ) -> worker_pb2.FollowSessionResponse:
-        self._check_incarnation(request.incarnation)
-        session_id = session_id_from_pb(request.session_id)
-        found = self._worker.departures.find_successor(caller.tenant, session_id)
-        if found is None:
-            raise session_not_found()
-        to, capability = found.to, b""
-        if self._issue is not None:
-            capability = self._issue(caller, session_id, found.ttl_s, Rights.WRITE, to.incarnation)
-        return worker_pb2.FollowSessionResponse(
-            worker_id=to.worker_id,
-            address=to.address,
-            incarnation=to.incarnation,
-            capability=capability,
-            ticket=to.ticket,
-            copied_at_epoch=found.copied_at_epoch,
-        )
+        return self._moves.follow_session(request, caller)
 
     def pull_session(
         self, request: worker_pb2.PullSessionRequest, caller: Caller
     ) -> worker_pb2.PullSessionResponse:
-        del caller
-        self._check_incarnation(request.incarnation)
-        session_id_from_pb(request.session_id)
-        for name in ("move_id", "source_address", "source_incarnation"):
-            if not getattr(request, name):
-                raise InvalidRequest(f"{name} is missing")
-        if request.source_incarnation == self._incarnation:
-            raise AlreadyExists("the session is to be taken from the worker itself")
-        if self._puller is None:
-            raise Unimplemented("this worker takes no sessions over")
-        pull = self._puller.pull(request)
-        response = worker_pb2.PullSessionResponse(copied_bytes=pull.copied_bytes)
-        if pull.info is not None:
-            response.session.CopyFrom(session_to_pb(pull.info))
-        return response
+        return self._moves.pull_session(request, caller)
 
     def copy_state(
         self, request: worker_pb2.CopyStateRequest, caller: Caller
     ) -> worker_pb2.CopyStateResponse:
-        del caller
-        self._check_incarnation(request.incarnation)
-        if not request.copier:
-            raise InvalidRequest("copier is missing")
-        copy, ticket, state = self._worker.departures.state(
-            request.tenant,
-            session_id_from_pb(request.session_id),
-            request.copier,
-            request.copy,
-            freeze=request.freeze,
-        )
-        return worker_pb2.CopyStateResponse(
-            copy=copy, ticket=ticket, state=copies.state_to_pb(state)
-        )
+        return self._moves.copy_state(request, caller)
 
     def copy_pages(
         self, request: worker_pb2.CopyPagesRequest, caller: Caller
     ) -> worker_pb2.CopyPagesResponse:
-        del caller
-        self._check_incarnation(request.incarnation)
-        copied = self._worker.departures.pages(
-            request.tenant,
-            session_id_from_pb(request.session_id),
-            request.copy,
-            request.window if request.HasField("window") else None,
-            [calls.layer_from_pb(layer) for layer in request.layers],
-            copies.page_numbers_from_pb(request.pages),
-        )
-        return copies.pages_to_pb(copied)
+        return self._moves.copy_pages(request, caller)
 
     def hand_over(
         self, request: worker_pb2.HandOverRequest, caller: Caller
     ) -> worker_pb2.HandOverResponse:
-        del caller
-        self._check_incarnation(request.incarnation)
-        for name in ("ticket", "worker_address", "worker_incarnation"):
-            if not getattr(request, name):
-                raise InvalidRequest(f"{name} is missing")
-        to = MovedTo(
-            request.worker_id, request.worker_address, request.worker_incarnation, request.ticket
-        )
-        session_id = session_id_from_pb(request.session_id)
-        if request.keep:
-            self._worker.departures.share(request.tenant, session_id, to)
-        else:
-            self._worker.departures.hand_over(
-                request.tenant, session_id, to, confirmed=request.confirmed
-            )
-        return worker_pb2.HandOverResponse()
+        return self._moves.hand_over(request, caller)
 
     # The data path
 
@@ -365,8 +271,7 @@ class WorkerService:
     def _attend(
         self, call: worker_pb2.AttendCall, caller: Caller, said: Said | None
     ) -> worker_pb2.AttendResult:
-        if call.incarnation != self._incarnation:
-            self._check_incarnation(call.incarnation)
+        self._answers.check_incarnation(call.incarnation)
         result = self._worker.long_way.attend(caller.tenant, calls.attend_call_from_pb(call), said)
         self._passed("attend.stored")
         return calls.attend_result_to_pb(result, call.call_id)
@@ -393,17 +298,16 @@ class WorkerService:
         return frame
 
     def write(self, call: worker_pb2.WriteCall, caller: Caller) -> worker_pb2.WriteResponse:
-        self._check_incarnation(call.incarnation)
+        self._answers.check_incarnation(call.incarnation)
         lengths = self._worker.tokens.write(caller.tenant, calls.write_call_from_pb(call))
         self._passed("write.stored")
         return worker_pb2.WriteResponse(lengths=lengths)
 
     def read(self, request: worker_pb2.ReadRequest, caller: Caller) -> worker_pb2.ReadResult:
-        self._check_incarnation(request.incarnation)
+        about = self._answers.about(request, caller)
         start, stop = not_negative([request.start, request.stop], "start and stop")
         result = self._worker.tokens.read(
-            caller.tenant,
-            session_id_from_pb(request.session_id),
+            *about,
             at_least_one(request.epoch, "epoch"),
             calls.layer_from_pb(request.layer),
             start,
@@ -420,24 +324,11 @@ class WorkerService:
         addresses, token = self._admit(caller)
         return worker_pb2.OpenLaneResponse(addresses=addresses, token=token)
 
-    def _answer(
-        self, info: SessionInfo, caller: Caller, rights: Rights = Rights.WRITE
-    ) -> types_pb2.Session:
-        """Return a session as it is told, with the right to it."""
-        session = session_to_pb(info)
-        if self._issue is not None:
-            capability = self._issue(caller, info.session_id, info.spec.ttl_s, rights, "")
-            for extent in session.extents:
-                extent.capability = capability
-        return session
+    # -- inside
 
-    def _check_incarnation(self, incarnation: str) -> None:
-        if incarnation and incarnation != self._incarnation:
-            raise StaleWorker(
-                "another incarnation of this worker answers: what the old one held is gone",
-                incarnation=self._incarnation,
-                worker_id=self._worker.config.worker_id,
-            )
+    def _changed(self, info: SessionInfo, check_only: bool, caller: Caller) -> types_pb2.Session:
+        self._passed("change.checked" if check_only else "change.applied")
+        return self._answers.session(info, caller)
 
 
 def _session_id(info: SessionInfo) -> str:
