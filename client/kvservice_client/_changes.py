@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -11,22 +11,24 @@ from typing import Any, Final, TypeVar
 from kvservice.core.errors import (
     Conflict,
     Draining,
+    InvalidRequest,
     KVServiceError,
     Overloaded,
+    PagesLost,
     PermissionDenied,
     QuotaExceeded,
     StaleEpoch,
     Unauthenticated,
 )
-from kvservice.core.extents import num_stored
-from kvservice.core.session import SessionInfo
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
+from kvservice_client._arrays import to_ints
+from kvservice_client._ask import read_positions
 from kvservice_client._extents import Extent, Lengths, adopt
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopiesChanged, Links
 from kvservice_client._mirror import Mirror, Step
-from kvservice_client._padding import Padding
+from kvservice_client._refresh import refresh
 
 T = TypeVar("T")
 
@@ -139,19 +141,41 @@ class Changes:
 
         return Change("Attach", requests, adopt, leaves_behind=True)
 
-    def pop(self, keep: Sequence[int]) -> None:
+    def pop(self, num_tokens: int | None, keep: int | Sequence[int] | None) -> None:
+        """Drop `num_tokens` of each row's longest layer, or cut to `keep`; see `Session.pop`."""
+        if (num_tokens is None) == (keep is None):
+            raise InvalidRequest("say either num_tokens or keep")
+        mirror = self._mirror
+        if mirror.uncertain and mirror.find_lost() is None:
+            refresh(mirror, self._links)
+        longest = mirror.longest()
+        if keep is not None:
+            lengths = read_positions(keep, mirror.num_rows, "keep")
+        elif type(num_tokens) is int and num_tokens >= 0:
+            lengths = tuple(max(0, length - num_tokens) for length in longest)
+        else:
+            raise InvalidRequest(f"num_tokens must be at least 0, got {num_tokens!r}")
+        nothing_to_do = mirror.find_lost() is None and not mirror.is_late_possible
+        if nothing_to_do and all(map(int.__ge__, lengths, longest)):
+            step = mirror.step
+            if step is not None and step.failed_layer is not None and not step.appended:
+                mirror.step = None  # it has stored nothing, and is not to be repeated
+            return
+        self._cut(lengths)
+
+    def _cut(self, keep: Sequence[int]) -> None:
         """Cut every layer of row r to `keep[r]`, and forget lost extents above.
 
         Raises:
             PagesLost: Something of a lost extent would have to stay.
             PositionOutOfRange: A later query could see an evicted position. Nothing has changed.
         """
-        mirror = self._mirror
+        mirror, links = self._mirror, self._links
         lost = mirror.find_lost()
         if lost is not None and any(map(int.__gt__, keep, lost.starts)):
             raise mirror.pages_lost()
         self._despite_late_calls(
-            lambda: self._pop(keep, self.refresh() if mirror.uncertain else {})
+            lambda: self._pop(keep, refresh(mirror, links) if mirror.uncertain else {})
         )
 
     def _despite_late_calls(self, cut: Callable[[], T]) -> T:
@@ -184,17 +208,22 @@ class Changes:
         self._make("Pop", request, lambda: mirror.cut(keep))
 
     def roll_back(self) -> Lengths:
-        """Cut each row to what all its layers still hold; return those lengths.
-
-        Raises:
-            PagesLost: Another extent was found to be lost; what is left is known now.
-        """
-        return self._despite_late_calls(self._roll_back)
+        """Finish what is in progress, cut each row to what all its layers still hold, and return
+        those lengths."""
+        while True:
+            known = self._mirror.num_lost
+            try:
+                self.settle()
+                return self._despite_late_calls(self._roll_back)
+            except PagesLost:
+                if self._mirror.num_lost == known:
+                    raise
+                # One more has died meanwhile; less is left.
 
     def _roll_back(self) -> Lengths:
-        mirror = self._mirror
+        mirror, links = self._mirror, self._links
         marks_older = mirror.step is not None and mirror.step.marks_older
-        stored = self.refresh(is_cut_next=not marks_older) if mirror.uncertain else {}
+        stored = refresh(mirror, links, is_cut_next=not marks_older) if mirror.uncertain else {}
         lost = mirror.find_lost()
         keep = mirror.shortest()
         if lost is not None:
@@ -209,7 +238,7 @@ class Changes:
         """Drop all tokens."""
         mirror = self._mirror
         if mirror.find_lost() is not None:
-            self.pop((0,) * mirror.num_rows)
+            self._cut((0,) * mirror.num_rows)
             return
 
         def request(extent: Extent, check_only: bool) -> types_pb2.ResetRequest:
@@ -225,19 +254,26 @@ class Changes:
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i continue old row rows[i]."""
         mirror = self._mirror
+        chosen = to_ints(rows, "rows")
+        if not chosen or min(chosen) < 0 or max(chosen) >= mirror.num_rows:
+            raise InvalidRequest(
+                f"rows must be below {mirror.num_rows}, at least one, got {chosen}"
+            )
+        if chosen == list(range(mirror.num_rows)):
+            return
         if mirror.uncertain:
-            self.refresh()
+            refresh(mirror, self._links)
 
         def request(extent: Extent, check_only: bool) -> types_pb2.SelectRequest:
             return types_pb2.SelectRequest(
                 session_id=mirror.id,
                 incarnation=extent.incarnation,
                 epoch=mirror.epoch,
-                rows=rows,
+                rows=chosen,
                 check_only=check_only,
             )
 
-        self._make("Select", request, lambda: mirror.select(rows))
+        self._make("Select", request, lambda: mirror.select(chosen))
 
     def undo(self, step: Step) -> None:
         """Take back the first call of a step, which one copy has stored and the other has not.
@@ -245,73 +281,10 @@ class Changes:
         Raises:
             CopiesChanged: It has said more than can be taken back.
         """
+        mirror, links, is_cut_next = self._mirror, self._links, not step.marks_older
         self._despite_late_calls(
-            lambda: self._pop(step.positions, self.refresh(is_cut_next=not step.marks_older))
+            lambda: self._pop(step.positions, refresh(mirror, links, is_cut_next=is_cut_next))
         )
-
-    def refresh(self, *, is_cut_next: bool = False) -> dict[Extent, Lengths]:
-        """Ask the workers what they have stored, after a call whose outcome is unknown.
-
-        Args:
-            is_cut_next: To where all copies are alike. Otherwise one that lacks what the other one
-                has is given up.
-
-        Returns:
-            What each extent's worker says its rows end at.
-
-        Raises:
-            StaleEpoch: Somebody has taken the session over.
-            CopiesChanged: Of two copies one was behind.
-        """
-        mirror = self._mirror
-        nothing = (0,) * mirror.num_rows
-        # Nobody can be asked what a lost extent held; it was at least what is known.
-        has_gap = mirror.find_lost() is not None
-        lengths = dict(mirror.lengths) if has_gap else {}
-        padding, stored = mirror.padding, dict[Extent, Lengths]()
-        for extent in mirror.extents:
-            if extent.lost:
-                continue
-            infos = {copy: self._ask_where(copy) for copy in extent.copies}
-            self._check_level(infos, is_cut_next=is_cut_next)
-            mirror.last_step = max(mirror.last_step, *(info.step for info in infos.values()))
-            stored |= {copy: info.extents[0].stops or nothing for copy, info in infos.items()}
-            if has_gap:  # what lies beside it need not reach as far as the next one begins
-                extent.stops = stored[extent]
-            for info in infos.values():
-                padding = padding.united(Padding.of(mirror.num_rows, info.padding))
-            # What one of the copies lacks is nothing to count on.
-            for layer, of_copies in enumerate(
-                zip(*(info.lengths for info in infos.values()), strict=False)
-            ):
-                known, of_layer = lengths.get(layer, nothing), _lowest(of_copies)
-                lengths[layer] = tuple(map(max, known, of_layer))
-        mirror.lengths = {layer: one for layer, one in lengths.items() if any(one)}
-        mirror.padding = padding
-        mirror.uncertain, mirror.is_late_possible = False, True
-        return stored
-
-    def _ask_where(self, extent: Extent) -> SessionInfo:
-        """Ask a worker where the session stands there."""
-        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
-        answer = self._links.unary(extent, "GetSession", request)
-        info = convert.session_from_pb(answer.session)
-        if info.epoch != self._mirror.epoch:
-            raise StaleEpoch(
-                f"the session is at epoch {info.epoch}, this holder at {self._mirror.epoch}",
-                epoch=info.epoch,
-            )
-        return info
-
-    def _check_level(self, infos: Mapping[Extent, SessionInfo], *, is_cut_next: bool) -> None:
-        """Give up a copy that lacks what the other one has, unless a cut takes it from that too."""
-        seen = {
-            copy: (info.last_write, *(() if is_cut_next else (info.current_step, num_stored(info))))
-            for copy, info in infos.items()
-        }
-        behind = min(seen, key=lambda copy: seen[copy])
-        if seen[behind] < max(seen.values()):
-            raise self._links.give_up(behind)
 
     # -- on all workers, or on none
 
@@ -420,7 +393,3 @@ class Changes:
         request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
         with suppress(KVServiceError):
             self._links.tell_front("GetSession", request, timeout_s=LET_KNOW_S)
-
-
-def _lowest(lengths: Sequence[Lengths]) -> Lengths:
-    return tuple(map(min, *lengths)) if len(lengths) > 1 else lengths[0]

@@ -6,13 +6,14 @@ import math
 from contextlib import suppress
 from typing import Final
 
-from kvservice.core.errors import KVServiceError
+from kvservice.core.errors import KVServiceError, PositionOutOfRange
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._links import FAILED, Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._refresh import refresh
 
 GIVE_BACK_S: Final = 1.0
 
@@ -23,9 +24,19 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
     What is made before a failure is released in the background.
 
     Args:
-        token_count: Leading tokens of each row to share, at most the shortest row's length. None:
-            all of each.
+        token_count: Leading tokens of each row to share. None: all of each.
+
+    Raises:
+        PositionOutOfRange: A row is shorter.
     """
+    if parent.uncertain:
+        refresh(parent, links)
+    shortest = min(parent.longest())
+    if token_count is not None and not 1 <= token_count <= shortest:
+        raise PositionOutOfRange(
+            f"token_count must be 1 to the shortest row's length, {shortest}, got {token_count}",
+            length=shortest,
+        )
     child_id = links.connections.new_id()
     extents = [
         extent

@@ -203,6 +203,27 @@ class Links:
             mirror.spares.pop().close_streams()
         self.follow_extents()
 
+    def release(self) -> None:
+        """Free the session on all its workers.
+
+        Raises:
+            WorkerLost: One does not answer; what it holds goes when the lease ends.
+        """
+        mirror = self._mirror
+        request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
+        if self.lease.unsettled:
+            request.unsettled_ids.append(mirror.id)
+        failures: list[KVServiceError] = []
+        for extent in mirror.everywhere:
+            try:
+                with suppress(CopiesChanged):
+                    self.unary(extent, "Release", request)
+            except KVServiceError as error:
+                if not extent.lost:  # with a dead worker its pages are gone
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+
     def _give_back(self, extent: Extent) -> bool:
         """Release what a worker holds of the session; return False if it cannot be reached."""
         mirror = self._mirror

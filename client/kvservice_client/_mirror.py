@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
+
 from kvservice.core import session as core
 from kvservice.core.errors import PagesLost
 from kvservice.core.session import EvictBefore, RowRange, SessionInfo, SessionSpec
@@ -108,6 +111,10 @@ class Mirror:
         """Extents and spares with their copies, but for those that are lost."""
         return [copy for extent in self.living for copy in extent.copies]
 
+    def close_streams(self) -> None:
+        for extent in self.extents:
+            extent.close_streams()
+
     @property
     def misses_copies(self) -> bool:
         """Whether there are fewer copies of something than the session was opened with."""
@@ -124,6 +131,11 @@ class Mirror:
     def longest(self) -> Lengths:
         """Return per row the length of its longest layer."""
         return self._over_layers(max)
+
+    def padding_bits(self) -> npt.NDArray[np.bool_]:
+        """Return which positions are padding, bool[rows, longest length]."""
+        longest = max(self.longest())
+        return np.stack([self.padding.bits(row, 0, longest) for row in range(self.num_rows)])
 
     def shortest(self) -> Lengths:
         """Return per row what every layer has that takes part in steps, a failed one left out."""

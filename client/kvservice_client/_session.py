@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.errors import (
-    InvalidRequest,
-    KVServiceError,
-    PagesLost,
-    PositionOutOfRange,
-    SessionNotFound,
-)
 from kvservice.core.session import WorkerStats
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
-from kvservice_client._arrays import Kind, kind_of, to_ints
-from kvservice_client._ask import check_layer, read_ask, read_positions, read_tokens
+from kvservice_client._arrays import Kind, kind_of
+from kvservice_client._ask import check_layer, read_ask
 from kvservice_client._attend import Attender
 from kvservice_client._changes import Changes
 from kvservice_client._connections import Connections
 from kvservice_client._fork import fork_mirror
+from kvservice_client._holding import Holding, goes_on
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import CopiesChanged, Links
+from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
-from kvservice_client._tokens import TokenAccess, place, read_rows
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _goes_on(
-    method: Callable[Concatenate[Session, P], T],
-) -> Callable[Concatenate[Session, P], T]:
-    """Make a method of `Session` that is carried out again where a copy was given up on the way.
-
-    All it asks for may be repeated, and the other copy has all that was acknowledged.
-    """
-
-    @wraps(method)
-    def carried_out(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with session._lock:
-            was_uncertain, is_repeated = session._mirror.uncertain, False
-            while True:
-                try:
-                    result = method(session, *args, **kwargs)
-                except CopiesChanged:
-                    is_repeated = True
-                else:
-                    if is_repeated and not was_uncertain:
-                        session._mirror.uncertain = False  # now it is known what became of it
-                    return result
-
-    return carried_out
+from kvservice_client._tokens import TokenAccess
 
 
 class Session:
@@ -98,19 +60,16 @@ class Session:
         self.retain: int | None = 0
         self._owner = owner
         self._leases = leases
-        self._lock = threading.RLock()
         self._mirror = mirror
-        self._lease = Lease(mirror.id, mirror.spec.ttl_s, (), 0.0)
-        self._lease.renewed(connections.clock.monotonic())
-        self._links = Links(connections, mirror, self._lease)
+        lease = Lease(mirror.id, mirror.spec.ttl_s, (), 0.0)
+        lease.renewed(connections.clock.monotonic())
+        self._links = Links(connections, mirror, lease)
         self._changes = Changes(mirror, self._links, leases)
         self._attender = Attender(mirror, self._links, self._changes)
         self._access = TokenAccess(mirror, self._links)
         self._kind = Kind()
         self._links.follow_extents()
-        leases.add(self._lease)
-        self._finalizer = weakref.finalize(self, leases.release_soon, self._lease)
-        self._finalizer.atexit = False  # `Leases` sees to the process's end
+        self._holding = Holding(self, mirror, self._changes, lease, leases)
 
     # -- what is known without asking
 
@@ -150,11 +109,11 @@ class Session:
     @property
     def closed(self) -> bool:
         """Whether it was released or detached, by this object or with its client."""
-        return not self._lease.open
+        return not self._holding.lease.open
 
     def lengths(self, layer: int = 0) -> tuple[int, ...]:
         """Return a layer's length of each row, padding included. Asks nobody."""
-        with self._lock:
+        with self._holding.lock:
             return self._mirror.layer_lengths(check_layer(layer))
 
     def padding(self) -> npt.NDArray[np.bool_]:
@@ -162,16 +121,12 @@ class Session:
 
         Who has attached to a session, or forked another's, learns it here.
         """
-        with self._lock:
-            mirror = self._mirror
-            longest = max(mirror.longest())
-            return np.stack(
-                [mirror.padding.bits(row, 0, longest) for row in range(mirror.num_rows)]
-            )
+        with self._holding.lock:
+            return self._mirror.padding_bits()
 
     # -- attention
 
-    @_goes_on
+    @goes_on
     def attend(
         self,
         layer: int,
@@ -242,42 +197,41 @@ class Session:
             and query_positions is None
         )
         options = (mask, window, chunk, softcap)
-        with self._lock:
-            self._ready()
-            try:
-                if plain and self._attender.is_steady(padding):
-                    out = self._attender.attend_steadily(layer, (q, k, v), pos, scale, options)
-                    if out is not None:
-                        return out
-                ask = read_ask(
-                    layer,
-                    q,
-                    k,
-                    v,
-                    num_rows=self._mirror.num_rows,
-                    counts=counts,
-                    mask=mask,
-                    window=window,
-                    chunk=chunk,
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=sinks,
-                    bias=bias,
-                    column_starts=column_starts,
-                    pos=pos,
-                    query_positions=query_positions,
-                )
-                self._kind = ask.queries.kind
-                out = self._attender.attend(ask, padding, self.retain)
-                if plain and k is not None:
-                    self._attender.settle(ask, (q, k, v), options)
-                return out
-            except BaseException:
-                if k is not None:
-                    self._mirror.note_failure(layer)
-                raise
+        self._holding.ready()
+        try:
+            if plain and self._attender.is_steady(padding):
+                out = self._attender.attend_steadily(layer, (q, k, v), pos, scale, options)
+                if out is not None:
+                    return out
+            ask = read_ask(
+                layer,
+                q,
+                k,
+                v,
+                num_rows=self._mirror.num_rows,
+                counts=counts,
+                mask=mask,
+                window=window,
+                chunk=chunk,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                bias=bias,
+                column_starts=column_starts,
+                pos=pos,
+                query_positions=query_positions,
+            )
+            self._kind = ask.queries.kind
+            out = self._attender.attend(ask, padding, self.retain)
+            if plain and k is not None:
+                self._attender.settle(ask, (q, k, v), options)
+            return out
+        except BaseException:
+            if k is not None:
+                self._mirror.note_failure(layer)
+            raise
 
-    @_goes_on
+    @goes_on
     def attend_partial(
         self,
         layer: int,
@@ -316,26 +270,25 @@ class Session:
         Raises:
             InvalidRequest, GeometryMismatch: Shapes, dtypes or ranges; or nothing is stored.
         """
-        with self._lock:
-            self._ready()
-            ask = read_ask(
-                layer,
-                q,
-                num_rows=self._mirror.num_rows,
-                mask=mask,
-                window=window,
-                chunk=chunk,
-                scale=scale,
-                softcap=softcap,
-                query_positions=query_positions,
-            )
-            ask.partial, ask.meanwhile = True, meanwhile
-            partial: tuple[Any, Any] = self._attender.attend(ask, None, self.retain)
-            return partial
+        self._holding.ready()
+        ask = read_ask(
+            layer,
+            q,
+            num_rows=self._mirror.num_rows,
+            mask=mask,
+            window=window,
+            chunk=chunk,
+            scale=scale,
+            softcap=softcap,
+            query_positions=query_positions,
+        )
+        ask.partial, ask.meanwhile = True, meanwhile
+        partial: tuple[Any, Any] = self._attender.attend(ask, None, self.retain)
+        return partial
 
     # -- keys and values
 
-    @_goes_on
+    @goes_on
     def write(
         self,
         layer: int,
@@ -365,20 +318,11 @@ class Session:
             OutOfPages: No worker has room. Overwriting what several workers hold may have been
                 done on some; it may be repeated.
         """
-        with self._lock:
-            self._ready()
-            chosen = read_rows(rows, self._mirror.num_rows)
-            tokens = read_tokens(k, v, len(chosen), None)
-            lengths = self._mirror.layer_lengths(check_layer(layer))
-            placed = place(tokens, chosen, lengths, positions, padding)
-            self._kind = kind_of(k, "k")
-            evict_before = []
-            if queries_from is not None:
-                first = read_positions(queries_from, self._mirror.num_rows, "queries_from")
-                evict_before = self._mirror.unseen_from(first)
-            self._access.write(layer, placed, evict_before)
+        self._holding.ready()
+        self._access.write(layer, k, v, positions, rows, padding, queries_from)
+        self._kind = kind_of(k, "k")
 
-    @_goes_on
+    @goes_on
     def read(
         self, layer: int, start: int = 0, stop: int | None = None, *, like: Any = None
     ) -> tuple[Any, Any]:
@@ -397,23 +341,13 @@ class Session:
             InvalidRequest: The range is empty, or the layer has stored nothing.
             PositionOutOfRange: Beyond the longest row, or evicted by the layer's window.
         """
-        with self._lock:
-            self._ready()
-            longest = max(self._mirror.layer_lengths(check_layer(layer)))
-            stop = longest if stop is None else stop
-            if not 0 <= start < stop:
-                raise InvalidRequest(f"positions must be a range, got [{start}, {stop})")
-            if stop > longest:
-                raise PositionOutOfRange(
-                    f"positions up to {stop} were asked for, the longest row has {longest}",
-                    length=longest,
-                )
-            kind = self._kind if like is None else kind_of(like, "like")
-            return self._access.read(layer, start, stop, kind)
+        self._holding.ready()
+        kind = self._kind if like is None else kind_of(like, "like")
+        return self._access.read(layer, start, stop, kind)
 
     # -- structural changes
 
-    @_goes_on
+    @goes_on
     def pop(
         self, num_tokens: int | None = None, *, keep: int | Sequence[int] | None = None
     ) -> None:
@@ -427,28 +361,10 @@ class Session:
             PositionOutOfRange: The next query could see what a window has evicted.
             PagesLost: Some of what would stay is lost.
         """
-        if (num_tokens is None) == (keep is None):
-            raise InvalidRequest("say either num_tokens or keep")
-        with self._lock:
-            self._ready(allow_lost=True)
-            if self._mirror.uncertain and self._mirror.find_lost() is None:
-                self._changes.refresh()
-            longest = self._mirror.longest()
-            if keep is not None:
-                lengths = read_positions(keep, self.num_rows, "keep")
-            elif type(num_tokens) is int and num_tokens >= 0:
-                lengths = tuple(max(0, length - num_tokens) for length in longest)
-            else:
-                raise InvalidRequest(f"num_tokens must be at least 0, got {num_tokens!r}")
-            nothing_to_do = self._mirror.find_lost() is None and not self._mirror.is_late_possible
-            if nothing_to_do and all(map(int.__ge__, lengths, longest)):
-                step = self._mirror.step
-                if step is not None and step.failed_layer is not None and not step.appended:
-                    self._mirror.step = None  # it has stored nothing, and is not to be repeated
-                return
-            self._changes.pop(lengths)
+        self._holding.ready(allow_lost=True)
+        self._changes.pop(num_tokens, keep)
 
-    @_goes_on
+    @goes_on
     def roll_back(self) -> tuple[int, ...]:
         """Cut every row to what all its layers still hold, and return those lengths.
 
@@ -458,41 +374,26 @@ class Session:
         Raises:
             PositionOutOfRange: A window has evicted what the next query would see: reset.
         """
-        with self._lock:
-            while True:
-                known = self._mirror.num_lost
-                try:
-                    self._ready(allow_lost=True)
-                    return self._changes.roll_back()
-                except PagesLost:
-                    if self._mirror.num_lost == known:
-                        raise
-                    # One more has died meanwhile; less is left.
+        self._holding.check_open()
+        return self._changes.roll_back()
 
-    @_goes_on
+    @goes_on
     def select(self, rows: Sequence[int]) -> None:
         """Let new row i continue old row rows[i], by sharing pages. Changes `num_rows`.
 
         Args:
             rows: At least one; any number, repeats allowed.
         """
-        chosen = to_ints(rows, "rows")
-        with self._lock:
-            self._ready()
-            num_rows = self._mirror.num_rows
-            if not chosen or min(chosen) < 0 or max(chosen) >= num_rows:
-                raise InvalidRequest(f"rows must be below {num_rows}, at least one, got {chosen}")
-            if chosen != list(range(num_rows)):
-                self._changes.select(chosen)
+        self._holding.ready()
+        self._changes.select(rows)
 
-    @_goes_on
+    @goes_on
     def reset(self) -> None:
         """Drop all tokens. Rows, lease and reservation stay."""
-        with self._lock:
-            self._ready(allow_lost=True)
-            self._changes.reset()
+        self._holding.ready(allow_lost=True)
+        self._changes.reset()
 
-    @_goes_on
+    @goes_on
     def fork(self, token_count: int | None = None) -> Session:
         """Open a session that shares this one's pages, or the leading `token_count` of each row.
 
@@ -502,21 +403,11 @@ class Session:
             PositionOutOfRange: A row is shorter, or its window has evicted what the child's next
                 query would see.
         """
-        with self._lock:
-            self._ready()
-            if self._mirror.uncertain:
-                self._changes.refresh()
-            longest = self._mirror.longest()
-            if token_count is not None and not 1 <= token_count <= min(longest):
-                raise PositionOutOfRange(
-                    f"token_count must be 1 to the shortest row's length, {min(longest)}, got "
-                    f"{token_count}",
-                    length=min(longest),
-                )
-            child = fork_mirror(self._mirror, self._links, self._leases, token_count)
-            session = Session(self._links.connections, self._leases, child, self._owner)
-            session.retain, session._kind = self.retain, self._kind
-            return session
+        self._holding.ready()
+        child = fork_mirror(self._mirror, self._links, self._leases, token_count)
+        session = Session(self._links.connections, self._leases, child, self._owner)
+        session.retain, session._kind = self.retain, self._kind
+        return session
 
     # -- the end
 
@@ -526,54 +417,34 @@ class Session:
         Raises:
             WorkerLost: A worker does not answer; what it holds goes when the lease ends.
         """
-        with self._lock:
-            if not self._end():
-                return
-            for extent in self._mirror.extents:
-                extent.close_streams()
-            if self._lease.taken:
-                return
-            request = types_pb2.ReleaseRequest(session_ids=[self.id], epochs=[self.epoch])
-            if self._lease.unsettled:
-                request.unsettled_ids.append(self.id)
-            failures: list[KVServiceError] = []
-            for extent in self._mirror.everywhere:
-                try:
-                    with suppress(CopiesChanged):
-                        self._links.unary(extent, "Release", request)
-                except KVServiceError as error:
-                    if not extent.lost:  # with a dead worker its pages are gone
-                        failures.append(error)
-            if failures:
-                raise failures[0]
+        with self._holding.lock:
+            if self._holding.end() and not self._holding.lease.taken:
+                self._links.release()
 
+    @goes_on
     def detach(self) -> str:
         """Let go of the session without releasing it; it lives on until its lease ends.
 
         Returns:
             The id, for `Client.attach`.
         """
-        with self._lock:
-            self._ready(allow_lost=True)
-            self._end()
-            for extent in self._mirror.extents:
-                extent.close_streams()
-            return self.id
+        self._holding.ready(allow_lost=True)
+        self._holding.end()
+        return self.id
 
-    @_goes_on
+    @goes_on
     def page_stats(self) -> list[WorkerStats]:
         """Return the numbers of the workers that hold the session.
 
         Where authentication is on, and the caller is no operator: their names alone.
         """
-        with self._lock:
-            self._ready()
-            request = types_pb2.PageStatsRequest(session_id=self.id)
-            answers = [
-                self._links.unary(copy, "PageStats", request)
-                for extent in self._mirror.extents
-                for copy in extent.copies
-            ]
+        self._holding.ready()
+        request = types_pb2.PageStatsRequest(session_id=self.id)
+        answers = [
+            self._links.unary(copy, "PageStats", request)
+            for extent in self._mirror.extents
+            for copy in extent.copies
+        ]
         return [convert.stats_from_pb(stats) for one in answers for stats in one.workers]
 
     def __enter__(self) -> Session:
@@ -593,20 +464,3 @@ class Session:
 
     def __reduce__(self) -> Any:
         raise TypeError("a session is not copied or pickled: use fork(), or detach() and attach()")
-
-    # -- inside
-
-    def _ready(self, *, allow_lost: bool = False) -> None:
-        """Check that calls can be made, and finish a structural change in progress."""
-        if not self._lease.open:
-            raise SessionNotFound("the session was released or detached, or its client closed")
-        self._changes.settle()
-        if not allow_lost and self._mirror.find_lost() is not None:
-            raise self._mirror.pages_lost()
-
-    def _end(self) -> bool:
-        """Neither renew nor release it any more. Returns False if that was so before."""
-        was_open = self._lease.open
-        self._finalizer.detach()
-        self._leases.forget(self._lease)
-        return was_open

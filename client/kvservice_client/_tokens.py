@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.core.errors import CapacityError, InvalidRequest, OutOfPages
+from kvservice.core.errors import CapacityError, InvalidRequest, OutOfPages, PositionOutOfRange
 from kvservice.core.geometry import DType
 from kvservice.core.session import EvictBefore, RowRange
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.tensors import dtype_from_pb
 from kvservice_client._arrays import Kind, from_host, to_bool, to_ints
-from kvservice_client._ask import Tokens, set_tensor, tensor_data
+from kvservice_client._ask import (
+    Tokens,
+    check_layer,
+    read_positions,
+    read_tokens,
+    set_tensor,
+    tensor_data,
+)
 from kvservice_client._extents import Extent
 from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, Links
 from kvservice_client._mirror import Mirror
@@ -36,7 +43,7 @@ class Placed:
     padding: npt.NDArray[np.bool_] | None
 
 
-def read_rows(rows: Any, num_rows: int) -> list[int]:
+def _read_rows(rows: Any, num_rows: int) -> list[int]:
     """Return the session's rows that are written. None: all."""
     if rows is None:
         return list(range(num_rows))
@@ -46,7 +53,7 @@ def read_rows(rows: Any, num_rows: int) -> list[int]:
     return listed
 
 
-def place(
+def _place(
     tokens: Tokens, rows: Sequence[int], lengths: Sequence[int], positions: Any, padding: Any
 ) -> Placed:
     """Say where each token goes.
@@ -88,13 +95,23 @@ class TokenAccess:
         self._links = links
         self._told: dict[Extent, list[EvictBefore]] = {}  # by those that got no tokens with it
 
-    def write(self, layer: int, placed: Placed, evict_before: list[EvictBefore]) -> None:
+    def write(
+        self, layer: int, k: Any, v: Any, positions: Any, rows: Any, padding: Any, queries_from: Any
+    ) -> None:
         """Store tokens where they belong, with new ones on another worker if the tail is full.
 
         Args:
-            evict_before: What all workers of the session may free.
+            ...: As for `Session.write`.
         """
         mirror = self._mirror
+        chosen = _read_rows(rows, mirror.num_rows)
+        tokens = read_tokens(k, v, len(chosen), None)
+        lengths = mirror.layer_lengths(check_layer(layer))
+        placed = _place(tokens, chosen, lengths, positions, padding)
+        evict_before = []  # what all workers of the session may free
+        if queries_from is not None:
+            first = read_positions(queries_from, mirror.num_rows, "queries_from")
+            evict_before = mirror.unseen_from(first)
         if not mirror.lengths and len(mirror.extents) > 1:
             while len(mirror.extents) > 1:
                 mirror.spare(mirror.extents.pop())
@@ -111,9 +128,23 @@ class TokenAccess:
             self._write_all(layer, placed, evict_before)
         self._note(layer, placed)
 
-    def read(self, layer: int, start: int, stop: int, kind: Kind) -> tuple[Any, Any]:
-        """Return K and V of positions [start, stop) of every row, put together from all workers."""
+    def read(self, layer: int, start: int, stop: int | None, kind: Kind) -> tuple[Any, Any]:
+        """Return K and V of positions [start, stop) of every row, put together from all workers.
+
+        Args:
+            stop: None: the longest row's length.
+            kind: Of the arrays that are returned.
+        """
         mirror = self._mirror
+        longest = max(mirror.layer_lengths(check_layer(layer)))
+        stop = longest if stop is None else stop
+        if not 0 <= start < stop:
+            raise InvalidRequest(f"positions must be a range, got [{start}, {stop})")
+        if stop > longest:
+            raise PositionOutOfRange(
+                f"positions up to {stop} were asked for, the longest row has {longest}",
+                length=longest,
+            )
         if len(mirror.extents) == 1:
             result = self._read_from(mirror.tail, layer, start, stop)
             dtype = dtype_from_pb(result.k.dtype, "k")

@@ -503,7 +503,7 @@ class Decoder:
         """Leave the session to whoever has it now, and give back the others."""
         for session in self.kept:
             if session.id == self.story.session_id:
-                self.process.client._leases.forget(session._lease)
+                self.process.client._leases.forget(session._holding.lease)
             else:
                 self._let_go(session)
 
