@@ -22,9 +22,10 @@ from kvservice_client._arrays import cast_float32, from_host
 from kvservice_client._ask import FULL, Ask, Lengths, set_tensor, tensor_data
 from kvservice_client._changes import Changes
 from kvservice_client._extents import Extent, cut_into_parts
-from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, Failure, Links, Outcome
+from kvservice_client._links import Links, Outcome
 from kvservice_client._merge import Partial, merge
 from kvservice_client._mirror import Mirror, Step
+from kvservice_client._outcomes import FAILED, OUTCOME_UNKNOWN, Failure, find_worst
 from kvservice_client._room import find_room
 from kvservice_client._steady import Asked, Options, SteadyAsk, Told, settle
 from kvservice_client._steady_call import SteadyAnswer, SteadyCall
@@ -138,7 +139,7 @@ class Attender:
             stored = isinstance(outcome, (SteadyAnswer, *OUTCOME_UNKNOWN))
             if call.stores and stored:
                 self._mirror.uncertain = True
-        error = _worst(errors)
+        error = find_worst(errors)
         assert error is not None, "an answer or an error for each call"
         raise error
 
@@ -163,7 +164,7 @@ class Attender:
                 if ask.tokens is not None:
                     mirror.uncertain, mirror.step = True, step
                 raise
-            error = _worst(outcomes)
+            error = find_worst(outcomes)
             if error is None:
                 self._last_asked = [
                     (part, call) for part, (_, call) in zip(parts, calls, strict=True)
@@ -379,16 +380,6 @@ def _for_twins(
 def _again(step: Step) -> Step:
     """Return a step as it was before anybody had heard of it."""
     return replace(step, begun=False, failed_layer=None, greeted=[])
-
-
-def _worst(outcomes: Sequence[object]) -> Failure | None:
-    """Return the error that says most about the session, or None. The tail's comes last."""
-    errors = [outcome for outcome in outcomes if isinstance(outcome, FAILED)]
-    for kind in OUTCOME_UNKNOWN:
-        for error in errors:
-            if isinstance(error, kind):
-                return error
-    return errors[-1] if errors else None
 
 
 def _tensor(outcome: Outcome, name: str, dtype: DType) -> npt.NDArray[Any]:

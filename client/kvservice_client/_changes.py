@@ -24,11 +24,14 @@ from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._arrays import to_ints
 from kvservice_client._ask import read_positions
+from kvservice_client._connections import FRONT
 from kvservice_client._extents import Extent, Lengths, adopt
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, CopiesChanged, Links
+from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror, Step
+from kvservice_client._outcomes import FAILED, OUTCOME_UNKNOWN, CopiesChanged
 from kvservice_client._refresh import refresh
+from kvservice_client._release import settle_extents
 
 T = TypeVar("T")
 
@@ -101,7 +104,7 @@ class Changes:
                 try:
                     self._send(change, extent, request)
                     if change.leaves_behind:
-                        self._links.look_for_copy(extent)
+                        self._links.copies.look_for(extent)
                 except CopiesChanged:
                     if not extent.lost:
                         # It was refused, and is asked again at the next epoch. No worker has it:
@@ -112,7 +115,7 @@ class Changes:
         may_come_back = self._mirror.may_come_back
         change.adopt()
         self._expect(None)
-        self._links.settle_extents()
+        settle_extents(self._mirror, self._links)
         if may_come_back and self._mirror.extents:
             self._tell_front()
         elif change.leaves_behind and not self._links.connections.lone_worker:
@@ -363,7 +366,7 @@ class Changes:
         new_id = links.connections.new_id()
         request = types_pb2.AllocateRequest(session_id=new_id, spec=spec)
         try:
-            session = links.ask_front("Allocate", request).session
+            session = links.connections.ask(FRONT, "Allocate", request).session
         except KVServiceError:  # it may have been opened all the same, with the answer lost
             self._leases.release_soon(Lease(new_id, mirror.spec.ttl_s, (), math.inf))
             raise
@@ -375,9 +378,9 @@ class Changes:
         mirror.id, mirror.haunted = new_id, False
         mirror.epoch, mirror.last_step = session.epoch, session.step
         mirror.extents, mirror.spares = adopt(
-            (), links.told_extents(session), mirror.longest(), mirror.spec.spread
+            (), links.connections.extents_of(session), mirror.longest(), mirror.spec.spread
         )
-        links.follow_extents()
+        links.whereabouts.follow_extents()
 
     def _tell_front(self) -> None:
         """Let the manager see that the session goes on without what may come back.
@@ -386,10 +389,10 @@ class Changes:
         """
         request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
         with suppress(KVServiceError):
-            self._links.ask_front("GetSession", request, timeout_s=TELL_TIMEOUT_S)
+            self._links.connections.ask(FRONT, "GetSession", request, timeout_s=TELL_TIMEOUT_S)
 
     def _let_front_know(self) -> None:
         """As `_tell_front`, of a copy: what answers is noted, even if the copy is waited for."""
         request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
         with suppress(KVServiceError):
-            self._links.tell_front("GetSession", request, timeout_s=LET_KNOW_S)
+            self._links.connections.ask_once("GetSession", request, timeout_s=LET_KNOW_S)

@@ -33,7 +33,6 @@ from kvservice.wire.tracing import find_tracer
 from kvservice_client._connections import FRONT, ClientConfig, Connections
 from kvservice_client._extents import adopt
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import reachable_extents
 from kvservice_client._mirror import Mirror
 from kvservice_client._session import Session
 from kvservice_client._transport import Transport
@@ -277,7 +276,7 @@ class Client:
 
     def _session(self, opened: types_pb2.Session) -> Session:
         mirror = Mirror(convert.session_from_pb(opened))
-        told = reachable_extents(self._connections, opened)
+        told = self._connections.extents_of(opened)
         held = [one for one in told if one.incarnation]
         mirror.extents, mirror.spares = adopt((), held, mirror.longest(), mirror.spec.spread)
         for missing in told:

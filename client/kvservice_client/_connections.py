@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from google.protobuf.message import Message
 
 from kvservice.clock import Clock, SystemClock
 from kvservice.core.errors import DeadlineExceeded, KVServiceError, Unavailable
+from kvservice.core.session import Extent
 from kvservice.v1 import types_pb2
+from kvservice.wire import convert
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client._retry import Detection, Random, Retrier, RetryPolicy
 from kvservice_client._transport import Dial, Transport
@@ -148,6 +150,18 @@ class Connections:
             return self.to(address).call(service, method, request, timeout_s=left_s)
 
         return self.retrier.run(attempt, timeout_s or self.config.timeout_s, detection)
+
+    def ask_once(self, method: str, request: Message, *, timeout_s: float) -> Any:
+        """Ask the client's manager something that can be done without an answer."""
+        return self.to(FRONT).call(MANAGER.full_name, method, request, timeout_s=timeout_s)
+
+    def extents_of(self, session: types_pb2.Session) -> list[Extent]:
+        """Return the extents of an answer, with addresses to dial: a lone worker is where we have
+        found it."""
+        extents = convert.session_from_pb(session).extents
+        if not self.lone_worker:
+            return list(extents)
+        return [replace(one, address=self.front) for one in extents]
 
     def close(self) -> None:
         """End everything in flight."""

@@ -11,8 +11,9 @@ from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import FAILED, Links
+from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._outcomes import FAILED
 from kvservice_client._refresh import refresh
 
 GIVE_BACK_S: Final = 1.0

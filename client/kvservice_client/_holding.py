@@ -11,8 +11,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from kvservice.core.errors import SessionNotFound
 from kvservice_client._changes import Changes
 from kvservice_client._leases import Lease, Leases
-from kvservice_client._links import CopiesChanged
 from kvservice_client._mirror import Mirror
+from kvservice_client._outcomes import CopiesChanged
 
 
 class Holding:

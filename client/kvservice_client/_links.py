@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
-from kvservice.core import session as core
 from kvservice.core.errors import (
-    DeadlineExceeded,
     Draining,
     InternalError,
     KVServiceError,
     Overloaded,
-    PagesLost,
     SessionMoved,
     SessionNotFound,
     StaleEpoch,
@@ -24,52 +19,26 @@ from kvservice.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from kvservice.v1 import manager_pb2, types_pb2, worker_pb2
-from kvservice.wire import convert
-from kvservice.wire.names import MANAGER, WORKER
-from kvservice_client._connections import FRONT, Connections
+from kvservice.v1 import types_pb2, worker_pb2
+from kvservice.wire.names import WORKER
+from kvservice_client._addressing import address
+from kvservice_client._connections import Connections
+from kvservice_client._copies import Copies
 from kvservice_client._extents import Extent
+from kvservice_client._judging import Judge
 from kvservice_client._leases import Lease
 from kvservice_client._mirror import Mirror
-from kvservice_client._retry import Attempt, ServerDead, Verdict
+from kvservice_client._outcomes import FAILED, CopiesChanged, Failure
+from kvservice_client._retry import Attempt, ServerDead
 from kvservice_client._steady_call import SteadyAnswer, SteadyCall
 from kvservice_client._transport import AnyCall, AttendStream
-
-
-class CopiesChanged(Exception):
-    """A copy was given up, or made, and another one has all that was acknowledged:
-    `Changes.settle`, and the same call again. Never leaves the client."""
-
-
-FAILED: Final = (KVServiceError, CopiesChanged)
-"""What a call on a worker may end with, instead of its result."""
-
-OUTCOME_UNKNOWN: Final = (PagesLost, CopiesChanged, Unavailable, DeadlineExceeded, InternalError)
-"""After these it is not known whether a call was carried out. The worst comes first."""
-
-FOLLOW_TIMEOUT_S: Final = 1.0
-"""How long to ask where a session has moved to, before others are asked."""
-
-LOOK_S: Final = 0.1
-"""How long to ask, where there is another copy to go on with."""
+from kvservice_client._whereabouts import Whereabouts
 
 MAX_FOLLOWED: Final = 16
 """How often a session may move while one call is made."""
 
-ASK_TIMEOUT_S: Final = 0.5
-"""How long the manager may think about whether a worker is dead."""
-
-_VERDICTS: Final = {
-    manager_pb2.WORKER_STATE_DEAD: Verdict.DEAD,
-    # It has been heard within the last seconds: if we cannot reach it, the way there is cut.
-    manager_pb2.WORKER_STATE_ALIVE: Verdict.ALIVE,
-    manager_pb2.WORKER_STATE_DRAINING: Verdict.ALIVE,
-}
-
-
 T = TypeVar("T")
 AttendCalls = Sequence[tuple[Extent, worker_pb2.AttendCall]]
-Failure = KVServiceError | CopiesChanged
 Outcome = worker_pb2.AttendResult | Failure
 AnyOutcome = Outcome | SteadyAnswer
 
@@ -89,12 +58,15 @@ class Links:
         self.connections = connections
         self.lease = lease
         self._mirror = mirror
+        self.whereabouts = Whereabouts(connections, mirror, lease)
+        self.copies = Copies(connections, mirror, lease, self.whereabouts)
+        self._judge = Judge(connections, mirror, lease, self.whereabouts, self.copies)
 
     def unary(self, extent: Extent, method: str, request: Message) -> Any:
         """Make a call that may be repeated, for the extent's incarnation of its worker."""
 
         def attempt(left_s: float) -> Any:
-            self._address(extent, request)
+            address(request, extent, self.lease)
             transport = self.connections.to(extent.address)
             answer = transport.call(WORKER.full_name, method, request, timeout_s=left_s)
             if isinstance(answer, types_pb2.ReleaseResponse) and answer.moved_session_ids:
@@ -105,14 +77,14 @@ class Links:
 
     def write(self, extent: Extent, call: worker_pb2.WriteCall) -> worker_pb2.WriteResponse:
         def attempt(left_s: float) -> worker_pb2.WriteResponse:
-            self._address(extent, call)
+            address(call, extent, self.lease)
             return self.connections.to(extent.address).write(call, timeout_s=left_s)
 
         return self._run(extent, attempt)
 
     def read(self, extent: Extent, request: worker_pb2.ReadRequest) -> worker_pb2.ReadResult:
         def attempt(left_s: float) -> worker_pb2.ReadResult:
-            self._address(extent, request)
+            address(request, extent, self.lease)
             return self.connections.to(extent.address).read(request, timeout_s=left_s)
 
         return self._run(extent, attempt)
@@ -128,7 +100,7 @@ class Links:
         """
         for extent, call in calls:
             if self.lease.capabilities or call.incarnation != extent.incarnation:
-                self._address(extent, call)
+                address(call, extent, self.lease)
         return self._attend_all(calls, meanwhile)
 
     def attend_steadily(
@@ -190,89 +162,7 @@ class Links:
                 extent.close_stream()  # an answer may be under way that nobody waits for
             raise
 
-    def settle_extents(self) -> None:
-        """Give back extents that hold nothing, and renew and release the session where it is now.
-
-        As many workers as the session spreads over stay with it. One that cannot be reached stays
-        too, and is asked another time.
-        """
-        mirror = self._mirror
-        while mirror.spares and len(mirror.extents) + len(mirror.spares) > mirror.spec.spread:
-            if not all(self._give_back(copy) for copy in mirror.spares[-1].copies):
-                break
-            mirror.spares.pop().close_streams()
-        self.follow_extents()
-
-    def release(self) -> None:
-        """Free the session on all its workers.
-
-        Raises:
-            WorkerLost: One does not answer; what it holds goes when the lease ends.
-        """
-        mirror = self._mirror
-        request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
-        if self.lease.unsettled:
-            request.unsettled_ids.append(mirror.id)
-        failures: list[KVServiceError] = []
-        for extent in mirror.everywhere:
-            try:
-                with suppress(CopiesChanged):
-                    self.unary(extent, "Release", request)
-            except KVServiceError as error:
-                if not extent.lost:  # with a dead worker its pages are gone
-                    failures.append(error)
-        if failures:
-            raise failures[0]
-
-    def _give_back(self, extent: Extent) -> bool:
-        """Release what a worker holds of the session; return False if it cannot be reached."""
-        mirror = self._mirror
-        request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
-        try:
-            self.unary(extent, "Release", request)
-        except FAILED:
-            return extent.lost
-        return True
-
-    def ask_front(self, method: str, request: Message, *, timeout_s: float | None = None) -> Any:
-        """Call the client's own server."""
-        return self.connections.ask(FRONT, method, request, timeout_s=timeout_s)
-
-    def tell_front(self, method: str, request: Message, *, timeout_s: float) -> Any:
-        """Make a call on the client's manager once, whose answer is not needed."""
-        transport = self.connections.to(FRONT)
-        return transport.call(MANAGER.full_name, method, request, timeout_s=timeout_s)
-
-    def told_extents(self, session: types_pb2.Session) -> list[core.Extent]:
-        """Return the extents of an answer, with addresses to dial."""
-        return reachable_extents(self.connections, session)
-
-    def follow_extents(self) -> None:
-        """Renew and release the session where it is now."""
-        everywhere = self._mirror.everywhere
-        self.lease.session_id, self.lease.epoch = self._mirror.id, self._mirror.epoch
-        self.lease.addresses = tuple(extent.address for extent in everywhere)
-        issued = {extent.address: extent.capability for extent in everywhere}
-        self.lease.entitled(issued, self.connections.clock.monotonic())
-        for extent in everywhere:
-            extent.capability = b""  # an old one is never to replace what was renewed
-
     # -- one call
-
-    def _address(self, extent: Extent | core.Extent, request: Any) -> None:
-        """Make a request one to the worker that an extent is on now, with the right to it."""
-        if isinstance(request, SteadyCall):
-            request.go_to(extent.incarnation)
-            request.capability = self.lease.capabilities.get(extent.address, b"")
-            return
-        fields = request.DESCRIPTOR.fields_by_name
-        if "incarnation" in fields:
-            request.incarnation = extent.incarnation
-        capability = self.lease.capabilities.get(extent.address, b"")
-        if "capability" in fields:
-            request.capability = capability
-        elif capability and "capabilities" in fields:
-            request.capabilities[:] = [capability]
 
     def _run(self, extent: Extent, attempt: Attempt[T], began: float | None = None) -> T:
         """Make a call, wherever the extent is moved to meanwhile.
@@ -284,7 +174,7 @@ class Links:
             try:
                 return self._run_here(extent, attempt, began)
             except SessionMoved as error:
-                self._follow(extent, error)
+                self.whereabouts.follow(extent, error)
                 began = None
         raise WorkerLost("the session is moved faster than it can be followed")
 
@@ -297,13 +187,13 @@ class Links:
                 attempt,
                 connections.config.timeout_s,
                 connections.detection,
-                lambda is_over: self._judge(extent, is_over),
+                lambda is_over: self._judge.judge(extent, is_over),
                 began=began,
             )
         except (ServerDead, StaleWorker) as error:
-            successor = self._find_successor(extent)
+            successor = self.whereabouts.find_successor(extent)
             if successor is not None:  # it has left, and what it held is there
-                self._go_to(extent, successor)
+                self.whereabouts.go_to(extent, successor)
                 return self._run_here(extent, attempt)
             extent.lost, extent.replaced = True, isinstance(error, StaleWorker)
             extent.close_stream()
@@ -312,13 +202,15 @@ class Links:
             raise self._lost(extent) from error
         except SessionNotFound as error:
             other = self._mirror.other_copy(extent)
-            if other is not None and self._holds(other):  # its lease was over on one of the two
-                raise self.give_up(extent) from error
+            if other is not None and self.copies.holds(
+                other
+            ):  # its lease was over on one of the two
+                raise self.copies.give_up(extent) from error
             raise
         except Draining:
             raise
         except StaleEpoch as error:
-            if self._mirror.spec.replicas > 1 and self._finds_copy(extent):
+            if self._mirror.spec.replicas > 1 and self.copies.finds_new(extent):
                 raise CopiesChanged("the session has a copy more") from error
             self.lease.taken = True  # by whoever has attached to the session since
             raise
@@ -326,193 +218,6 @@ class Links:
             raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
         self.lease.renewed(connections.clock.monotonic())
         return result
-
-    def _follow(self, extent: Extent, moved: SessionMoved) -> None:
-        """Go where an extent has been moved to, by the word of the worker where it was.
-
-        Where that is gone by now, by the manager's; and if that is too, without a right to it.
-        """
-        ticket = 0
-        try:
-            to = self._ask_where_to(extent)
-            told = core.Extent(to.worker_id, to.address, to.incarnation, capability=to.capability)
-            ticket = to.ticket
-        except SessionNotFound:
-            return  # it has come back
-        except KVServiceError:
-            found = self._find_successor(extent)
-            where = moved.metadata
-            if found is None and not where.get("incarnation"):
-                raise WorkerLost("the session has moved, and nobody says where to") from moved
-            told = found or core.Extent(
-                where.get("worker_id", ""), where.get("address", ""), where["incarnation"]
-            )
-        self._go_to(extent, told)
-        self._show(told, ticket)
-
-    def look_for_copy(self, extent: Extent) -> None:
-        """Note the copy with which an extent's next epoch has begun, if it has: whoever goes there
-        for another reason is told nothing of it.
-
-        Raises:
-            WorkerLost: Nobody says. The call may be repeated.
-        """
-        if self._mirror.spec.replicas > 1 and self._mirror.other_copy(extent) is None:
-            self._finds_copy(extent)
-
-    def _finds_copy(self, extent: Extent) -> bool:
-        """Whether an extent is at the next epoch because a copy of it was made; note that if so.
-
-        Should there be another one, then whoever had the new one made has missed it: it is given
-        up, for it is an epoch behind.
-
-        Raises:
-            WorkerLost: Nobody says. The call may be repeated.
-        """
-        try:
-            to = self._ask_where_to(extent)
-        except SessionNotFound:
-            return False
-        except KVServiceError as error:
-            raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
-        if to.copied_at_epoch != self._mirror.epoch + 1:
-            return False
-        missed = self._mirror.other_copy(extent)
-        if missed is not None and missed.address == to.address:
-            # Its worker lives another life by now, which has the new copy.
-            missed.lost = missed.replaced = True
-            missed.close_stream()
-            self._mirror.give_up(missed)
-        elif missed is not None:
-            self.give_up(missed)
-        told = core.Extent(to.worker_id, to.address, to.incarnation)
-        self._mirror.found(extent, told)
-        if to.capability:
-            self.lease.capabilities[to.address] = to.capability
-        self._show(told, to.ticket)
-        return True
-
-    def _ask_where_to(self, extent: Extent) -> worker_pb2.FollowSessionResponse:
-        """Ask a worker who has taken the session over from it, or has a copy."""
-        follow = worker_pb2.FollowSessionRequest(session_id=self._mirror.id)
-        self._address(extent, follow)
-        answer: worker_pb2.FollowSessionResponse = self.connections.ask(
-            extent.address, "FollowSession", follow, timeout_s=FOLLOW_TIMEOUT_S
-        )
-        return answer
-
-    def _show(self, told: core.Extent, ticket: int) -> None:
-        """Let a worker believe that a session is its own, should it not have heard."""
-        look = types_pb2.GetSessionRequest(session_id=self._mirror.id, ticket=ticket)
-        self._address(told, look)
-        with suppress(KVServiceError):
-            self.connections.ask(told.address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
-
-    def _find_successor(self, extent: Extent) -> core.Extent | None:
-        """Ask the manager for the worker that has taken over what was on an incarnation."""
-        if self.connections.lone_worker or not extent.incarnation:
-            return None
-        request = types_pb2.GetSessionRequest(session_id=self._mirror.id)
-        try:
-            if self._mirror.other_copy(extent) is None:
-                session = self.ask_front("GetSession", request, timeout_s=FOLLOW_TIMEOUT_S).session
-            else:  # which can go on: what this one held need not be found
-                session = self.tell_front("GetSession", request, timeout_s=LOOK_S).session
-        except KVServiceError:
-            return None
-        known = {copy.incarnation for copy in self._mirror.everywhere}
-        for one in self.told_extents(session):
-            if one.incarnation not in known and one.stands_for(extent.incarnation):
-                return one
-        return None
-
-    def _go_to(self, extent: Extent, told: core.Extent) -> None:
-        """Let an extent be on another worker. What it holds is what it was."""
-        extent.close_stream()
-        extent.worker_id, extent.address = told.worker_id, told.address
-        extent.incarnation, extent.capability = told.incarnation, told.capability
-        for other in self._mirror.everywhere:
-            if other is not extent and other.incarnation == told.incarnation:
-                self._make_way(other)
-        self.follow_extents()
-
-    def _make_way(self, extent: Extent) -> None:
-        """Find a part of the session that was on a worker where another part is now: a worker has
-        one at most, so it has gone further, or with a worker that has died."""
-        successor = self._find_successor(extent)
-        if successor is not None:
-            self._go_to(extent, successor)
-            return
-        extent.lost, extent.replaced = True, True
-        extent.close_stream()
-        if self._mirror.give_up(extent):
-            raise CopiesChanged(f"the copy at {extent.address} is gone")
-
-    def _judge(self, extent: Extent, is_over: bool) -> Verdict:
-        """Say whether a silent worker lives: by the manager's word, or at last by its own."""
-        other = self._mirror.other_copy(extent)
-        if other is not None and self._holds(other):
-            return Verdict.DEAD  # to us it is: we need not wait to know more
-        verdict = self._ask_manager_about(extent)
-        if verdict is Verdict.DEAD or not is_over:
-            return verdict
-        if other is not None:
-            return Verdict.ALIVE  # it may as well be we who are cut off from both
-        request = types_pb2.PageStatsRequest(
-            session_id=self._mirror.id,
-            capability=self.lease.capabilities.get(extent.address, b""),
-        )
-        incarnation = self.connections.knock(extent.address, request)
-        if incarnation is None:
-            return verdict
-        extent.close_stream()  # that went the old way
-        return Verdict.ALIVE if incarnation in ("", extent.incarnation) else Verdict.DEAD
-
-    def _ask_manager_about(self, extent: Extent) -> Verdict:
-        if self.connections.lone_worker:
-            return Verdict.UNKNOWN
-        try:
-            request = manager_pb2.ListWorkersRequest()
-            workers = self.ask_front("ListWorkers", request, timeout_s=ASK_TIMEOUT_S).workers
-        except KVServiceError:
-            return Verdict.UNKNOWN
-        for one in workers:
-            if one.worker_id == extent.worker_id:
-                if one.incarnation != extent.incarnation:
-                    return Verdict.DEAD
-                return _VERDICTS.get(one.state, Verdict.UNKNOWN)
-        # It has left, or the manager has just begun.
-        return Verdict.UNKNOWN if self._find_successor(extent) is None else Verdict.DEAD
-
-    def _holds(self, extent: Extent) -> bool:
-        """Whether a worker answers that it holds the session, in the life that we know."""
-        request = types_pb2.GetSessionRequest(
-            session_id=self._mirror.id,
-            capability=self.lease.capabilities.get(extent.address, b""),
-        )
-        try:
-            transport = self.connections.to(extent.address)
-            answer = transport.call(
-                WORKER.full_name, "GetSession", request, timeout_s=self.connections.knock_s
-            )
-        except KVServiceError:
-            return False
-        return bool(answer.session.extents[0].incarnation == extent.incarnation)
-
-    def give_up(self, extent: Extent) -> CopiesChanged:
-        """Go on without a copy whose worker lives, but that is of no use; return what to raise."""
-        extent.lost = True
-        extent.close_stream()
-        known = self._mirror.give_up(extent)
-        assert known, "there is no other copy"
-        request = types_pb2.ReleaseRequest(
-            session_ids=[self._mirror.id], epochs=[self._mirror.epoch]
-        )
-        self._address(extent, request)
-        with suppress(KVServiceError):  # or its lease ends
-            transport = self.connections.to(extent.address)
-            transport.call(WORKER.full_name, "Release", request, timeout_s=self.connections.knock_s)
-        return CopiesChanged(f"the copy at {extent.address} is given up")
 
     def _lost(self, extent: Extent) -> KVServiceError:
         if self._mirror.find_lost() is None:  # a spare: nothing was there
@@ -529,7 +234,7 @@ class Links:
             if first:
                 raise first.pop()
             if call.incarnation != extent.incarnation:
-                self._address(extent, call)
+                address(call, extent, self.lease)
             return self._stream(extent).attend(call, timeout_s=left_s)
 
         try:
@@ -583,11 +288,3 @@ def _as_steady(call: SteadyCall, outcome: AnyOutcome) -> SteadyAnswer | Failure:
     if answer is None:
         return InternalError("the answer has not the form of the one before in the same step")
     return answer
-
-
-def reachable_extents(connections: Connections, session: types_pb2.Session) -> list[core.Extent]:
-    """Return the extents of an answer. A lone worker is where we have found it."""
-    extents = convert.session_from_pb(session).extents
-    if not connections.lone_worker:
-        return list(extents)
-    return [replace(one, address=connections.front) for one in extents]

@@ -15,7 +15,7 @@ from kvservice.core.errors import (
 from kvservice.core.geometry import cdiv
 from kvservice_client._ask import Lengths
 from kvservice_client._client import Client
-from kvservice_client._links import OUTCOME_UNKNOWN
+from kvservice_client._outcomes import OUTCOME_UNKNOWN
 from kvservice_client._session import Session
 
 _FIRST_ARENA_PAGES: Final = 32

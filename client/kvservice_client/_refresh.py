@@ -40,7 +40,7 @@ def refresh(mirror: Mirror, links: Links, *, is_cut_next: bool = False) -> dict[
         infos = {copy: _ask_where(mirror, links, copy) for copy in extent.copies}
         behind = _find_behind(infos, is_cut_next=is_cut_next)
         if behind is not None:
-            raise links.give_up(behind)
+            raise links.copies.give_up(behind)
         mirror.last_step = max(mirror.last_step, *(info.step for info in infos.values()))
         stored |= {copy: info.extents[0].stops or nothing for copy, info in infos.items()}
         if has_gap:  # what lies beside it need not reach as far as the next one begins

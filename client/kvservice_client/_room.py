@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from kvservice.core.errors import KVServiceError, OutOfPages
 from kvservice.v1 import types_pb2
+from kvservice_client._connections import FRONT
 from kvservice_client._extents import adopt
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._release import settle_extents
 
 
 def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError | None:
@@ -24,11 +26,11 @@ def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError 
         expected_lengths=mirror.longest(),
     )
     try:
-        session = links.ask_front("Append", request).session
+        session = links.connections.ask(FRONT, "Append", request).session
     except KVServiceError as error:
         return error
     mirror.extents, mirror.spares = adopt(
-        mirror.living, links.told_extents(session), mirror.longest(), mirror.spec.spread
+        mirror.living, links.connections.extents_of(session), mirror.longest(), mirror.spec.spread
     )
-    links.settle_extents()
+    settle_extents(mirror, links)
     return None

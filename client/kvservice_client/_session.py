@@ -22,6 +22,7 @@ from kvservice_client._holding import Holding, goes_on
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._release import release
 from kvservice_client._tokens import TokenAccess
 
 
@@ -68,7 +69,7 @@ class Session:
         self._attender = Attender(mirror, self._links, self._changes)
         self._access = TokenAccess(mirror, self._links)
         self._kind = Kind()
-        self._links.follow_extents()
+        self._links.whereabouts.follow_extents()
         self._holding = Holding(self, mirror, self._changes, lease, leases)
 
     # -- what is known without asking
@@ -419,7 +420,7 @@ class Session:
         """
         with self._holding.lock:
             if self._holding.end() and not self._holding.lease.taken:
-                self._links.release()
+                release(self._mirror, self._links)
 
     @goes_on
     def detach(self) -> str:

@@ -15,7 +15,7 @@ from kvservice.core.errors import (
     StaleEpoch,
 )
 from kvservice_client._client import Client
-from kvservice_client._links import OUTCOME_UNKNOWN
+from kvservice_client._outcomes import OUTCOME_UNKNOWN
 from kvservice_client._session import Session
 
 Shape = tuple[int, int, int, torch.dtype]  # heads, k dim, v dim, dtype

@@ -24,8 +24,9 @@ from kvservice_client._ask import (
     tensor_data,
 )
 from kvservice_client._extents import Extent
-from kvservice_client._links import FAILED, OUTCOME_UNKNOWN, Links
+from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._outcomes import FAILED, OUTCOME_UNKNOWN
 from kvservice_client._padding import Padding
 from kvservice_client._room import find_room
 
@@ -207,7 +208,7 @@ class TokenAccess:
             try:
                 self._links.write(extent.twin, call)
             except CapacityError as error:
-                raise self._links.give_up(extent.twin) from error
+                raise self._links.copies.give_up(extent.twin) from error
 
     def _evict_elsewhere(
         self,

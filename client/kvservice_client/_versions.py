@@ -11,7 +11,7 @@ from kvservice.core.geometry import DType, LayerGeometry
 from kvservice_client._array_ops import as_kind, frozen, replaced, zeros
 from kvservice_client._arrays import Kind
 from kvservice_client._client import Client
-from kvservice_client._links import OUTCOME_UNKNOWN
+from kvservice_client._outcomes import OUTCOME_UNKNOWN
 from kvservice_client._session import Session
 
 Pair = tuple[Any, Any]  # keys and values, [rows, heads, positions, dim]

@@ -18,8 +18,10 @@ import pytest
 from kvservice.core.directory import Directory
 from kvservice.manager.lookup import Lookup
 from kvservice_client._changes import Changes
-from kvservice_client._links import FAILED, Links
+from kvservice_client._copies import Copies
+from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._outcomes import FAILED
 from kvservice_workers.changes import Changes as WorkerChanges
 from kvservice_workers.data_plane.answers import Answers
 from kvservice_workers.layer_group import LayerGroup
@@ -197,7 +199,7 @@ def what_was_given_up_is_told_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_copy_that_was_made_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Links, "look_for_copy", lambda self, extent: None)
+    patch.setattr(Copies, "look_for", lambda self, extent: None)
 
 
 # With a seed that has found it: where to begin, so that little is spent on those that do not.
