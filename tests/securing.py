@@ -14,7 +14,7 @@ from kvservice.certificates import make_development_certificates
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import ManagerSettings, Security, ServerLimits, WorkerSettings
 from kvservice.core.caller import Caller, Role
-from kvservice.core.directory import WorkerState
+from kvservice.core.liveness import WorkerState
 from kvservice.credentials import hashed, replace_file
 from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer

@@ -14,7 +14,7 @@ from kvservice.cluster.serving import serve, where
 from kvservice.cluster.state import ServiceOptions, WorkerGroup
 from kvservice.cluster.worker_actor import WorkerActor, WorkerPlan
 from kvservice.config import ManagerSettings
-from kvservice.core.directory import WorkerState
+from kvservice.core.liveness import WorkerState
 from kvservice.runtime import telemetry
 from kvservice.runtime.manager import ManagerServer
 

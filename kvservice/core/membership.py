@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvservice.core.directory import WorkerView
+from kvservice.core.liveness import WorkerView
 from kvservice.core.recovery import Recovery
 
 MAX_EVENTS = 200

@@ -9,7 +9,6 @@ from contextvars import copy_context
 from typing import Any, Final, Protocol
 
 from kvservice.core.caller import ANONYMOUS, Caller
-from kvservice.core.directory import WorkerRecord, WorkerState
 from kvservice.core.errors import (
     DeadlineExceeded,
     Draining,
@@ -20,6 +19,7 @@ from kvservice.core.errors import (
     Unavailable,
     WorkerLost,
 )
+from kvservice.core.liveness import WorkerRecord, WorkerState
 from kvservice.manager.directory import RETRY_DELAY_S, SharedDirectory
 from kvservice.v1 import types_pb2
 

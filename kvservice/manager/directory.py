@@ -9,16 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvservice.clock import Clock
-from kvservice.core.directory import (
-    Directory,
-    Report,
-    SessionKey,
-    WorkerRecord,
-    WorkerState,
-    WorkerView,
-)
+from kvservice.core.directory import Directory, Report, SessionKey
 from kvservice.core.epochs import Latest
 from kvservice.core.errors import Draining, WorkerLost, WorkerNotFound
+from kvservice.core.liveness import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.membership import Event, EventLog
 from kvservice.core.placement import Candidate, rank
 from kvservice.core.tenancy import TenantUse, Use
@@ -66,12 +60,12 @@ class SharedDirectory:
         with self._lock:
             now = self._clock.monotonic()
             if first:
-                known = self._directory.find_worker(record.worker_id)
+                known = self._directory.liveness.find_worker(record.worker_id)
                 self._directory.register(record, changed, now)
                 self._note_event(record.worker_id, _registered(known, record))
             else:
                 self._directory.heartbeat(record, changed, ended, now)
-            leave_by = self._directory.leave_by(record.worker_id)
+            leave_by = self._directory.liveness.leave_by(record.worker_id)
             left_behind = self._directory.left_behind(record.worker_id, now)
         return None if leave_by is None else max(0.0, leave_by - now), left_behind
 
@@ -83,22 +77,22 @@ class SharedDirectory:
             self._use.reported(worker_id, pages)
             if self._use.is_due(now):
                 self._use.count(self._directory.living_holders(now), now)
-            return self._use.elsewhere(worker_id, self._directory.living(now))
+            return self._use.elsewhere(worker_id, self._directory.liveness.living(now))
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
-            self._directory.cut_off(worker_id, incarnation)
-            record = self._directory.find_worker(worker_id)
+            self._directory.liveness.cut_off(worker_id, incarnation)
+            record = self._directory.liveness.find_worker(worker_id)
             if record is not None and record.incarnation == incarnation:
                 self._note_event(worker_id, "its connection has broken")
 
     def refused(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
-            self._directory.refused(worker_id, incarnation, self._clock.monotonic())
+            self._directory.liveness.refused(worker_id, incarnation, self._clock.monotonic())
 
     def answered(self, worker_id: str, incarnation: str) -> None:
         with self._lock:
-            self._directory.answered(worker_id, incarnation)
+            self._directory.liveness.answered(worker_id, incarnation)
 
     def replaced(self, worker_id: str, incarnation: str) -> None:
         """Note that another life of a worker has answered: when that one registers, it is news."""
@@ -114,7 +108,7 @@ class SharedDirectory:
         """Let a worker leave, within `timeout_s` seconds. Raises WorkerNotFound."""
         with self._lock:
             now = self._clock.monotonic()
-            self._directory.drain(worker_id, now + timeout_s)
+            self._directory.liveness.drain(worker_id, now + timeout_s)
             self._note_event(worker_id, f"is to leave, within {timeout_s:g} s")
             views = self._directory.workers(now)
         return next(view for view in views if view.record.worker_id == worker_id)
@@ -155,7 +149,7 @@ class SharedDirectory:
     def find_worker(self, worker_id: str) -> WorkerRecord | None:
         """Return who is registered by this id; None if nobody, or one known to be dead."""
         with self._lock:
-            return self._directory.find_worker(worker_id)
+            return self._directory.liveness.find_worker(worker_id)
 
     def record_of(self, worker_id: str) -> WorkerRecord:
         """As `find_worker`; raises WorkerNotFound instead."""
@@ -171,8 +165,8 @@ class SharedDirectory:
             WorkerLost: Nobody, or one known or presumed to be dead.
         """
         with self._lock:
-            record = self._directory.find_worker(worker_id)
-            state = self._directory.state(worker_id, self._clock.monotonic())
+            record = self._directory.liveness.find_worker(worker_id)
+            state = self._directory.liveness.state(worker_id, self._clock.monotonic())
         if record is None or state is WorkerState.DEAD:
             raise WorkerLost(f"worker {worker_id} is gone", worker_id=worker_id)
         return record, state
@@ -186,18 +180,17 @@ class SharedDirectory:
     def is_dead(self, worker_id: str) -> bool:
         """Whether a worker is known, or presumed, to be dead."""
         with self._lock:
-            now = self._clock.monotonic()
-            return self._directory.state(worker_id, now) is WorkerState.DEAD
+            return self._directory.liveness.is_dead(worker_id, self._clock.monotonic())
 
     def state_of_life(self, incarnation: str) -> WorkerState | None:
         """Return the state of an incarnation of some worker; None if it was never heard of."""
         with self._lock:
-            return self._directory.state_of_life(incarnation, self._clock.monotonic())
+            return self._directory.liveness.state_of_life(incarnation, self._clock.monotonic())
 
     def find_cut_off(self) -> list[WorkerRecord]:
         """Return the workers whose heartbeats have ended, and who are not dead yet."""
         with self._lock:
-            return self._directory.find_cut_off(self._clock.monotonic())
+            return self._directory.liveness.find_cut_off(self._clock.monotonic())
 
     def leaving(self) -> list[tuple[str, list[SessionKey]]]:
         """Return the workers that leave, each with the sessions that it still holds."""
@@ -207,12 +200,12 @@ class SharedDirectory:
     def left(self) -> frozenset[str]:
         """Return the ids of workers that were drained, and have not come back."""
         with self._lock:
-            return self._directory.left
+            return self._directory.liveness.left
 
     def forget_left(self, worker_id: str) -> None:
         """Miss a drained worker no more."""
         with self._lock:
-            self._directory.forget_left(worker_id)
+            self._directory.liveness.forget_left(worker_id)
 
     # Sessions
 
@@ -235,7 +228,7 @@ class SharedDirectory:
             if settle:
                 self._directory.begin(key)
             for part in parts:
-                record = self._directory.find_worker(part.worker_id)
+                record = self._directory.liveness.find_worker(part.worker_id)
                 if record is None or record.incarnation != part.info.extents[0].incarnation:
                     continue  # another life has begun before this answer came
                 if self._directory.has_ended_since(key, part.worker_id, asked_at):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvservice.core.caller import Caller
-from kvservice.core.directory import SessionKey, WorkerState
+from kvservice.core.directory import SessionKey
 from kvservice.core.errors import (
     AlreadyExists,
     CapacityError,
@@ -24,6 +24,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.extents import is_empty, merge_sessions
 from kvservice.core.failpoints import Failpoints
+from kvservice.core.liveness import WorkerState
 from kvservice.core.session import SessionInfo, SessionSpec
 from kvservice.manager.calls import WorkerCalls, copy_of
 from kvservice.manager.directory import SharedDirectory

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from kvservice.clock import Clock
 from kvservice.core.caller import SERVICE, Caller
-from kvservice.core.directory import SessionKey, WorkerState
+from kvservice.core.directory import SessionKey
 from kvservice.core.errors import (
     KVServiceError,
     Moving,
@@ -24,6 +24,7 @@ from kvservice.core.extents import (
     pages_lost,
     without_laggards,
 )
+from kvservice.core.liveness import WorkerState
 from kvservice.core.session import SessionInfo
 from kvservice.manager.calls import WorkerCalls
 from kvservice.manager.directory import RETRY_DELAY_S, SharedDirectory

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvservice.clock import Clock
 from kvservice.core.caller import SERVICE, Caller, Role
-from kvservice.core.directory import SessionKey, WorkerState
+from kvservice.core.directory import SessionKey
 from kvservice.core.errors import (
     AlreadyExists,
     CapacityError,
@@ -27,6 +27,7 @@ from kvservice.core.errors import (
 )
 from kvservice.core.extents import find_lone
 from kvservice.core.failpoints import Failpoints
+from kvservice.core.liveness import WorkerState
 from kvservice.core.session import SessionInfo
 from kvservice.manager.calls import WorkerCalls
 from kvservice.manager.directory import SharedDirectory

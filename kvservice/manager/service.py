@@ -9,16 +9,11 @@ from typing import Any, Final
 
 from kvservice.clock import Clock
 from kvservice.core.caller import Caller, Role
-from kvservice.core.directory import (
-    DEAD_AFTER_S,
-    SUSPECT_AFTER_S,
-    Directory,
-    SessionKey,
-    WorkerView,
-)
+from kvservice.core.directory import Directory, SessionKey
 from kvservice.core.errors import InvalidRequest, KVServiceError, SessionNotFound
 from kvservice.core.extents import join_parts
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
+from kvservice.core.liveness import DEAD_AFTER_S, SUSPECT_AFTER_S, WorkerView
 from kvservice.core.membership import Event, Membership
 from kvservice.core.recovery import TakeOver
 from kvservice.core.session import SessionInfo

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from kvservice.clock import Clock
-from kvservice.core.directory import WorkerState
 from kvservice.core.distribution import SECONDS, Histogram
+from kvservice.core.liveness import WorkerState
 from kvservice.core.membership import Membership
 from kvservice.core.recovery import OUTCOMES
 from kvservice.metrics.families import Collected, counter_by, gauge, histogram

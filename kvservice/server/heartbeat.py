@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
-from kvservice.core.directory import WorkerView
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
+from kvservice.core.liveness import WorkerView
 from kvservice.core.session import EndedSession, SessionInfo
 from kvservice.core.tenancy import Use
 from kvservice.v1 import manager_pb2, types_pb2

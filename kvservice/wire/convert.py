@@ -16,13 +16,7 @@ from typing import Final
 from google.protobuf import duration_pb2
 
 from kvservice.core import session as core
-from kvservice.core.directory import (
-    Report,
-    SessionKey,
-    WorkerRecord,
-    WorkerState,
-    WorkerView,
-)
+from kvservice.core.directory import Report, SessionKey
 from kvservice.core.distribution import Distribution
 from kvservice.core.errors import InvalidRequest
 from kvservice.core.geometry import (
@@ -31,6 +25,7 @@ from kvservice.core.geometry import (
     LayerGeometry,
     LayerSpec,
 )
+from kvservice.core.liveness import WorkerRecord, WorkerState, WorkerView
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire.tensors import dtype_from_pb, dtype_to_pb
 

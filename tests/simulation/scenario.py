@@ -11,8 +11,8 @@ from itertools import combinations
 import torch
 
 from kvservice.core.caller import ANONYMOUS
-from kvservice.core.directory import DEAD_AFTER_S
 from kvservice.core.errors import KVServiceError, SessionNotFound
+from kvservice.core.liveness import DEAD_AFTER_S
 from kvservice.v1 import manager_pb2
 from kvservice_workers.session_state import WorkerSession
 from tests.simulation.decoder import Decoder, Story

@@ -172,7 +172,7 @@ class SimManager(Process):
 
     def _tick(self) -> None:
         now = self.loop.now
-        if not self._looks and self.directory.find_cut_off(now):
+        if not self._looks and self.directory.liveness.find_cut_off(now):
             self._looks = True
             self.loop.spawn(self, self._look)
         if not self._looks_after_moves and (

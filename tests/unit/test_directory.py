@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvservice.core.directory import Directory, Report, SessionKey, WorkerRecord, WorkerState
+from kvservice.core.directory import Directory, Report, SessionKey
 from kvservice.core.errors import StaleWorker, WorkerNotFound
+from kvservice.core.liveness import WorkerRecord, WorkerState
 
 A: SessionKey = ("tenant", "a")
 B: SessionKey = ("tenant", "b")
@@ -69,27 +70,27 @@ def test_silence_makes_suspect_then_dead_until_it_ends(directory: Directory) -> 
 
 def test_broken_connection_makes_suspect_at_once(directory: Directory) -> None:
     """Until the next word of it; a late word about an earlier life changes nothing."""
-    directory.cut_off("w0", "another")
+    directory.liveness.cut_off("w0", "another")
     assert state(directory, "w0", 0.3) is WorkerState.ALIVE
-    directory.cut_off("w0", "i0")
+    directory.liveness.cut_off("w0", "i0")
     assert state(directory, "w0", 0.3) is WorkerState.SUSPECT
-    assert [one.worker_id for one in directory.find_cut_off(0.3)] == ["w0"]
+    assert [one.worker_id for one in directory.liveness.find_cut_off(0.3)] == ["w0"]
     directory.register(record("w0", draining=True), held(A), 0.4)
     assert state(directory, "w0", 0.5) is WorkerState.DRAINING
-    assert not directory.find_cut_off(0.5)
+    assert not directory.liveness.find_cut_off(0.5)
 
 
 def test_refused_connections_make_dead_within_a_second(directory: Directory) -> None:
     """Not a single one: a process may be late to accept. An answer in between starts anew."""
-    directory.cut_off("w0", "i0")
-    directory.refused("w0", "i0", 0.1)
-    directory.answered("w0", "i0")
-    directory.refused("w0", "i0", 0.4)
-    directory.refused("w0", "i0", 0.5)
+    directory.liveness.cut_off("w0", "i0")
+    directory.liveness.refused("w0", "i0", 0.1)
+    directory.liveness.answered("w0", "i0")
+    directory.liveness.refused("w0", "i0", 0.4)
+    directory.liveness.refused("w0", "i0", 0.5)
     assert state(directory, "w0", 0.5) is WorkerState.SUSPECT
-    directory.refused("w0", "i0", 0.7)
+    directory.liveness.refused("w0", "i0", 0.7)
     assert state(directory, "w0", 0.7) is WorkerState.DEAD
-    assert directory.find_worker("w0") is not None
+    assert directory.liveness.find_worker("w0") is not None
     directory.register(record("w0"), held(A), 0.8)
     assert state(directory, "w0", 0.8) is WorkerState.ALIVE
     directory.check()
@@ -97,12 +98,12 @@ def test_refused_connections_make_dead_within_a_second(directory: Directory) -> 
 
 def test_lives_are_known_by_their_incarnation(directory: Directory) -> None:
     """Those that are gone too; of others nothing can be said."""
-    assert directory.state_of_life("i0", 0.0) is WorkerState.ALIVE
+    assert directory.liveness.state_of_life("i0", 0.0) is WorkerState.ALIVE
     directory.register(record("w0", "i1"), [], 1.0)
     directory.register(record("w1", "i2"), [], 1.0)
-    assert directory.state_of_life("i0", 1.0) is WorkerState.DEAD
-    assert directory.state_of_life("i2", 1.0) is WorkerState.ALIVE
-    assert directory.state_of_life("never heard of", 1.0) is None
+    assert directory.liveness.state_of_life("i0", 1.0) is WorkerState.DEAD
+    assert directory.liveness.state_of_life("i2", 1.0) is WorkerState.ALIVE
+    assert directory.liveness.state_of_life("never heard of", 1.0) is None
 
 
 def test_new_incarnation_replaces_the_old_for_good(directory: Directory) -> None:
@@ -243,8 +244,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(worker_id=WORKERS)
     def refuse(self, worker_id: str) -> None:
         if worker_id in self.holds:
-            self.directory.cut_off(worker_id, f"i{self.lives[worker_id]}")
-            self.directory.refused(worker_id, f"i{self.lives[worker_id]}", self.now)
+            self.directory.liveness.cut_off(worker_id, f"i{self.lives[worker_id]}")
+            self.directory.liveness.refused(worker_id, f"i{self.lives[worker_id]}", self.now)
 
     @invariant()
     def holders_are_right(self) -> None:
@@ -273,37 +274,37 @@ def test_restarts_are_counted(directory: Directory) -> None:
 
 def test_drained_worker_is_listed_until_it_leaves(directory: Directory) -> None:
     """Draining at once, and also after its connection broke; then gone, and with it what it had."""
-    assert directory.leave_by("w0") is None
-    directory.drain("w0", 9.0)
+    assert directory.liveness.leave_by("w0") is None
+    directory.liveness.drain("w0", 9.0)
     assert state(directory, "w0", 1.0) is WorkerState.DRAINING
     directory.register(record("w0"), held(A), 1.5)
-    assert directory.leave_by("w0") == 9.0
+    assert directory.liveness.leave_by("w0") == 9.0
     assert directory.holders(A) == ["w1", "w0"]
-    assert directory.num_left == 0
+    assert len(directory.liveness.left) == 0
     directory.leave("w0", "another-life", 2.0)
     assert state(directory, "w0", 2.0) is WorkerState.DRAINING
     directory.leave("w0", "i0", 2.0)
     assert [view.record.worker_id for view in directory.workers(2.0)] == ["w1"]
     assert directory.holders(A) == ["w1"]
-    assert directory.num_left == 1
+    assert len(directory.liveness.left) == 1
     directory.check()
     with pytest.raises(StaleWorker):
         directory.register(record("w0"), held(A), 3.0)
     directory.register(record("w0", "i1"), [], 3.0)
-    assert directory.num_left == 0
-    assert directory.leave_by("w0") is None
+    assert len(directory.liveness.left) == 0
+    assert directory.liveness.leave_by("w0") is None
 
 
 def test_drained_worker_is_missed_until_it_is_forgotten(directory: Directory) -> None:
     """By its name, so that somebody may decide whether there should be one less, or another."""
-    directory.drain("w0", 9.0)
-    assert directory.left == frozenset()
+    directory.liveness.drain("w0", 9.0)
+    assert directory.liveness.left == frozenset()
     directory.leave("w0", "i0", 2.0)
-    assert directory.left == {"w0"}
-    directory.forget_left("w0")
-    directory.forget_left("w0")
-    assert directory.left == frozenset()
-    assert directory.num_left == 0
+    assert directory.liveness.left == {"w0"}
+    directory.liveness.forget_left("w0")
+    directory.liveness.forget_left("w0")
+    assert directory.liveness.left == frozenset()
+    assert len(directory.liveness.left) == 0
     directory.check()
 
 
@@ -312,7 +313,7 @@ def test_only_workers_that_are_there_are_drained(directory: Directory) -> None:
     directory.bury("w1", "i0", 1.0)
     for worker_id in ("w1", "w9"):
         with pytest.raises(WorkerNotFound):
-            directory.drain(worker_id, 9.0)
+            directory.liveness.drain(worker_id, 9.0)
 
 
 def test_latest_epoch_outlives_who_has_said_it(directory: Directory) -> None:
@@ -395,7 +396,7 @@ def test_copies_are_missed() -> None:
     assert directory.missing_copies(0.0) == {key: 1}
     hold("c", 2, 1)
     assert directory.missing_copies(0.0) == {}
-    directory.bury("b", directory.find_worker("b").incarnation, 0.0)  # type: ignore[union-attr]
+    directory.bury("b", directory.liveness.find_worker("b").incarnation, 0.0)  # type: ignore[union-attr]
     assert directory.missing_copies(0.0) == {key: 1}
     for name in "ac":
         directory.end(key, name, 0.0)

@@ -10,8 +10,8 @@ import pytest
 from kvservice.clock import ManualClock
 from kvservice.config import ConfigError
 from kvservice.core import errors
-from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.distribution import POWERS, SECONDS, Distribution, Histogram
+from kvservice.core.liveness import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.membership import Membership
 from kvservice.core.quota import UNLIMITED, Quota
 from kvservice.core.recorder import AUTH_REASONS, auth_reason

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from kvservice.clock import Clock
-from kvservice.core.directory import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.failpoints import NO_FAILPOINTS, Failpoints
+from kvservice.core.liveness import WorkerRecord, WorkerState, WorkerView
 from kvservice.core.quota import QuotaOf, unlimited
 from kvservice.core.session import EndedSession, SessionInfo, WorkerStats
 from kvservice.core.tenancy import Use
