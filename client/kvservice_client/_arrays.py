@@ -117,6 +117,17 @@ def from_host_tensor(tensor: HostTensor, kind: Kind) -> Any:
     return from_host(data.reshape(tensor.shape), tensor.dtype, kind)
 
 
+def check_dense(tensor: Any, name: str) -> None:
+    """Check that a tensor of torch has elements, in rows and columns.
+
+    Raises:
+        InvalidRequest: It is on device meta, sparse or nested.
+    """
+    is_sparse = tensor.layout is not sys.modules["torch"].strided
+    if is_sparse or tensor.is_meta or tensor.is_nested:
+        raise InvalidRequest(f"{name} must be a dense tensor with data")
+
+
 def kind_of(array: Any, name: str) -> Kind:
     """Return whose array it is, and where."""
     return to_host(array, name).kind
@@ -221,6 +232,7 @@ def _from_torch(tensor: Any, name: str) -> HostArray:
     ours = _BY_TORCH.get(str(tensor.dtype))
     if ours is None:
         raise _unknown_dtype(name, tensor.dtype)
+    check_dense(tensor, name)
     kind = Kind(Library.TORCH, None if tensor.device.type == "cpu" else tensor.device)
     plain = tensor.detach()
     if kind.device is not None:

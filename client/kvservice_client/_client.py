@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import NoReturn
 
 from kvservice.clock import SystemClock
 from kvservice.core.errors import (
@@ -273,6 +274,11 @@ class Client:
 
     def __repr__(self) -> str:
         return f"<kvservice client of {self._connections.front}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a client, and whatever has one, is not pickled: connect anew, and attach to sessions"
+        )
 
     def _session(self, opened: types_pb2.Session) -> Session:
         mirror = Mirror(convert.session_from_pb(opened))

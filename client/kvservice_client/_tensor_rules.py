@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvservice.core.errors import GeometryMismatch, InvalidRequest
+from kvservice_client._arrays import check_dense
 
 
 def as_int(value: Any, name: str) -> int:
@@ -27,7 +28,7 @@ def check_states(k: Any, v: Any) -> None:
     """Check that k and v are new tokens of one layer: [rows, kv_heads, tokens, dim].
 
     Raises:
-        InvalidRequest: They are not tensors of four dimensions.
+        InvalidRequest: They are not dense tensors of four dimensions.
         GeometryMismatch: They differ in anything but the dim.
     """
     for name, tensor in (("k", k), ("v", v)):
@@ -36,6 +37,7 @@ def check_states(k: Any, v: Any) -> None:
             raise InvalidRequest(
                 f"{name} must be a tensor [rows, kv_heads, tokens, dim], got {got}"
             )
+        check_dense(tensor, name)
     if k.shape[:3] != v.shape[:3]:
         raise GeometryMismatch(
             f"k and v must have the same rows, heads and tokens, got k {list(k.shape)} and "

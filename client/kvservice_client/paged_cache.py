@@ -143,23 +143,18 @@ class PagedCache:
             raise Unimplemented("quantize_kv: keys and values are stored as they are given")
         if kind != "paged":
             raise Unimplemented(f'kind must be "paged" (no ContiguousKVCache here), got {kind!r}')
-        _check_range("num_layers", num_layers, 1, MAX_LAYERS)
-        _check_range("max_seq_len", max_seq_len, 1, MAX_TOKENS)
-        _check_range("page_size", page_size, 1, MAX_PAGE_SIZE)
-        _check_range("rollback", rollback, 0, MAX_TOKENS)
-        _check_range("replicas", replicas, 1, MAX_REPLICAS)
-        self.num_layers = num_layers
-        self.max_seq_len = max_seq_len
-        self.page_size = page_size
-        self.windows = _check_windows(windows, num_layers)
-        self.rollback = rollback
+        self.num_layers = _read_size("num_layers", num_layers, 1, MAX_LAYERS)
+        self.max_seq_len = _read_size("max_seq_len", max_seq_len, 1, MAX_TOKENS)
+        self.page_size = _read_size("page_size", page_size, 1, MAX_PAGE_SIZE)
+        self.windows = _read_windows(windows, self.num_layers)
+        self.rollback = _read_size("rollback", rollback, 0, MAX_TOKENS)
         self._state = PagedState(
             current_client() if client is None else client,
             windows=self.windows,
-            max_seq_len=max_seq_len,
-            page_size=page_size,
-            rollback=rollback,
-            replicas=replicas,
+            max_seq_len=self.max_seq_len,
+            page_size=self.page_size,
+            rollback=self.rollback,
+            replicas=_read_size("replicas", replicas, 1, MAX_REPLICAS),
         )
 
     # -- attention
@@ -425,20 +420,23 @@ class PagedCache:
             )
 
 
-def _check_range(name: str, value: int, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
+def _read_size(name: str, value: Any, least: int, most: int) -> int:
+    size = to_int(value)
+    if size is None or not least <= size <= most:
         raise InvalidRequest(f"{name} must be an int from {least} to {most}, got {value!r}")
+    return size
 
 
-def _check_windows(windows: Sequence[int | None] | None, num_layers: int) -> tuple[int | None, ...]:
+def _read_windows(windows: Sequence[int | None] | None, num_layers: int) -> tuple[int | None, ...]:
     if windows is None:
         return (None,) * num_layers
     if len(windows) != num_layers:
         raise InvalidRequest(f"windows must have one entry per layer, {num_layers}, got {windows}")
-    for layer, window in enumerate(windows):
-        if window is not None and (type(window) is not int or window < _MIN_WINDOW):
+    sizes = tuple(map(to_int, windows))
+    for layer, (size, window) in enumerate(zip(sizes, windows, strict=True)):
+        if window is not None and (size is None or size < _MIN_WINDOW):
             raise InvalidRequest(
                 f"a window must be >= {_MIN_WINDOW} tokens, got {window!r} for layer {layer}",
                 layer=layer,
             )
-    return tuple(windows)
+    return sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -132,6 +133,7 @@ BAD_STATES = {
     "v dtype": lambda: (random_states(1)[0], random_states(1)[1].half()),
     "not a tensor": lambda: tuple(one.numpy() for one in random_states(1)),
     "device": lambda: tuple(one.to("meta") for one in random_states(1)),
+    "sparse": lambda: tuple(one.to_sparse() for one in random_states(1)),
 }
 
 
@@ -141,6 +143,13 @@ def test_mismatch_on_concat(cache: DynamicCache, cache_client: Client, what: str
     cache.update(*random_states(3), 0)
     fails_without_change(cache, InvalidRequest, lambda: cache.update(*BAD_STATES[what](), 0))
     assert_survives(cache, cache_client)
+
+
+@pytest.mark.parametrize("what", ["rank", "v dtype", "not a tensor", "device", "sparse"])
+def test_bad_first_tokens(cache: DynamicCache, what: str) -> None:
+    """Row `update(...)`: what cannot be stored opens no layer, and no session."""
+    fails_without_change(cache, InvalidRequest, lambda: cache.update(*BAD_STATES[what](), 0))
+    cache.update(*random_states(1), 0)
 
 
 def test_k_and_v_dims(cache: DynamicCache, cache_client: Client) -> None:
@@ -652,6 +661,13 @@ def test_deepcopy_shares_pages(cache: DynamicCache, cache_client: Client) -> Non
     assert twin.session_id != cache.session_id
     assert_survives(cache, cache_client)
     assert_survives(twin, cache_client)
+
+
+def test_pickling(cache: DynamicCache) -> None:
+    """Pages are not pickled, and the error says what is done instead."""
+    cache.update(*random_states(2), 0)
+    with pytest.raises(TypeError, match="attach"):
+        pickle.dumps(cache)
 
 
 def test_repeated_rows_share_pages(cache: DynamicCache, cache_client: Client) -> None:

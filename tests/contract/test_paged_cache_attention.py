@@ -38,6 +38,9 @@ def test_cache_config(client: Client) -> None:
             PagedCache(1, **{"max_seq_len": 8, "client": client, **wrong})
     with pytest.raises(InvalidRequest, match="num_layers"):
         PagedCache(0, max_seq_len=8, client=client)
+    sizes = np.array([2, 17, 4])
+    cache = PagedCache(sizes[0], max_seq_len=sizes[1], windows=[None, sizes[2]], client=client)
+    assert (cache.num_free_pages(), cache.windows) == (2, (None, 4))
 
 
 def test_new(backend: Backend) -> None:

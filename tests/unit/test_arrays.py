@@ -104,6 +104,8 @@ def test_other_devices_are_kept() -> None:
         np.zeros(3, object),
         torch.zeros(3, dtype=torch.int32),
         torch.zeros(3, dtype=torch.complex64),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3).to_sparse(),
         jnp.zeros(3, jnp.int32),
     ],
 )
