@@ -15,7 +15,7 @@ from kvservice_workers.counters import Counters
 from kvservice_workers.host_tensors import as_numpy
 from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.page_table import PageTable
-from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.pools import PoolSet, Room, by_pool
 from kvservice_workers.provision import arena_of
 
 
@@ -113,17 +113,14 @@ class ArrivingPages:
 
     def _make_room(self, arrival: Arrival, wanted: Mapping[int | None, Collection[int]]) -> None:
         session = arrival.session
-        grown = 0
-        pools: dict[int, tuple[Pool, int]] = {}
-        for window, pages in wanted.items():
-            change = len(pages) - len(arrival.copied[window])
-            pool, before = pools.get(id(session.groups[window].pool), (None, 0))
-            pools[id(session.groups[window].pool)] = session.groups[window].pool, before + change
-            grown += change
+        rooms = [
+            Room(session.groups[window].pool, len(pages) - len(arrival.copied[window]))
+            for window, pages in wanted.items()
+        ]
+        grown = sum(room.num_pages for room in rooms)
         self._pools.usage.check_pages(session.tenant, grown, is_counted=True)
-        for pool, change in pools.values():
-            if change > 0:
-                self._pools.make_room(pool, change, keep=session.pools())
+        for room in by_pool(rooms):
+            self._pools.make_room(room, keep=session.pools())
 
     def _hold(
         self,

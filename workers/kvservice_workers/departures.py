@@ -231,9 +231,7 @@ class Departures:
     def _using(self, tenant: str, session_id: str) -> Iterator[WorkerSession]:
         """Hold a session and the worker, without renewing the lease."""
         with self._lock:
-            session = self._sessions.find(tenant, session_id)
-            if session is None:
-                raise self._sessions.missing((tenant, session_id))
+            session = self._sessions.use(tenant, session_id, renew=False)
         with session.lock, self._lock:
             session.check_open()
             yield session

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -71,6 +72,32 @@ class Pool:
         assert all(arena.capacity == self.pages.total for arena in self.arenas.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is wanted of a pool: pages to take (below 0: to give back), and more promised ones."""
+
+    pool: Pool
+    num_pages: int = 0
+    promise_change: int = 0
+
+
+def by_pool(rooms: Iterable[Room]) -> list[Room]:
+    """Return what is wanted of each pool together, in the order in which they are named first."""
+    totals: dict[Pool, Room] = {}
+    for room in rooms:
+        total = totals.get(room.pool)
+        totals[room.pool] = (
+            room
+            if total is None
+            else Room(
+                room.pool,
+                total.num_pages + room.num_pages,
+                total.promise_change + room.promise_change,
+            )
+        )
+    return list(totals.values())
+
+
 class PoolSet:
     """Every pool of a worker. The caller holds the worker's lock.
 
@@ -128,10 +155,8 @@ class PoolSet:
             assert pool.pages.num_used == 0, "pages without a session"
             self._forget(pool)
 
-    def make_room(
-        self, pool: Pool, num_pages: int, *, promise_change: int = 0, keep: Collection[Pool]
-    ) -> None:
-        """Grow a pool until `num_pages` can be taken from it; see `PagePool.take`.
+    def make_room(self, room: Room, *, keep: Collection[Pool]) -> None:
+        """Grow a pool until so many pages can be taken from it; see `PagePool.take`.
 
         Args:
             keep: Pools that are not to be dropped for it: those of the session that asks.
@@ -140,7 +165,8 @@ class PoolSet:
             OutOfPages: The budget does not allow it. Nothing has changed, except that pools
                 without used pages may be gone.
         """
-        missing = pool.pages.shortage(num_pages, promise_change=promise_change)
+        pool, num_pages = room.pool, room.num_pages
+        missing = pool.pages.shortage(num_pages, promise_change=room.promise_change)
         if not missing:
             return
         wanted = max(missing, pool.pages.total // 4, MIN_GROWTH)

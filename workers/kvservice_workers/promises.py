@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvservice.core.errors import InvalidRequest, KVServiceError
-from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.pools import Pool, PoolSet, Room, by_pool
 from kvservice_workers.provision import arena_of
 from kvservice_workers.session_state import WorkerSession
 
@@ -30,20 +30,17 @@ class Promises:
             return
         before = session.targets
         session.targets = None if targets is None else list(targets)
-        changes: dict[int, tuple[Pool, int]] = {}
-        for group in session.groups.values():
-            pool, change = changes.get(id(group.pool), (group.pool, 0))
-            change += session.promise_of(group) - group.promised
-            changes[id(group.pool)] = (pool, change)
+        rooms = [
+            Room(group.pool, promise_change=session.promise_of(group) - group.promised)
+            for group in session.groups.values()
+        ]
         try:
-            self._pools.usage.check_pages(
-                session.tenant, sum(change for _, change in changes.values())
-            )
+            grown = sum(room.promise_change for room in rooms)
+            self._pools.usage.check_pages(session.tenant, grown)
             self._make_stated_arenas(session)
-            for pool, change in changes.values():
-                if change > 0:
-                    self._check_satisfiable(pool, change)
-                    self._pools.make_room(pool, 0, promise_change=change, keep=session.pools())
+            for room in by_pool(rooms):
+                self._check_satisfiable(room.pool, room.promise_change)
+                self._pools.make_room(room, keep=session.pools())
         except KVServiceError:
             session.targets = before
             raise
@@ -74,19 +71,19 @@ class Promises:
             return
         groups = list(session.groups.values())
         changes: list[int] = []
-        by_pool: dict[int, tuple[Pool, int]] = {}
         for group in groups:
             entries = [len(table.entries) for table in group.tables]
             most = sum(
                 session.row_promise(group, row, entries[row], entries[row] > 0) for row in rows
             )
             changes.append(max(0, most - group.promised))
-            pool, change = by_pool.get(id(group.pool), (group.pool, 0))
-            by_pool[id(group.pool)] = pool, change + changes[-1]
         self._pools.usage.check_pages(session.tenant, sum(changes))
-        for pool, change in by_pool.values():
-            if change:
-                self._pools.make_room(pool, 0, promise_change=change, keep=session.pools())
+        rooms = [
+            Room(group.pool, promise_change=change)
+            for group, change in zip(groups, changes, strict=True)
+        ]
+        for room in by_pool(rooms):
+            self._pools.make_room(room, keep=session.pools())
         for group, change in zip(groups, changes, strict=True):
             group.pool.pages.take(0, promise_change=change)
             self._pools.usage.change_pages(session.tenant, change)

@@ -12,7 +12,7 @@ from kvservice_workers.arena import Arena
 from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.padding import RowPadding
 from kvservice_workers.page_table import PageNeed
-from kvservice_workers.pools import Pool, PoolSet
+from kvservice_workers.pools import PoolSet, Room, by_pool
 from kvservice_workers.session_state import WorkerSession
 
 
@@ -99,7 +99,7 @@ class Provision:
     def _make_room(
         self, pools: PoolSet, groups: Iterable[LayerGroup], promises: Mapping[int, int]
     ) -> None:
-        totals: dict[int, tuple[Pool, int, int]] = {}
+        rooms = []
         for group in groups:
             pages = sum(need.num_pages for other, _, need in self.needs if other is group)
             pages -= sum(
@@ -107,11 +107,9 @@ class Provision:
                 for other, row, num in self.evictions
                 if other is group
             )
-            pool, sum_pages, sum_change = totals.get(id(group.pool), (group.pool, 0, 0))
-            change = promises[id(group)] - group.promised
-            totals[id(group.pool)] = (pool, sum_pages + pages, sum_change + change)
-        for pool, pages, change in totals.values():
-            pools.make_room(pool, pages, promise_change=change, keep=self.session.pools())
+            rooms.append(Room(group.pool, pages, promises[id(group)] - group.promised))
+        for room in by_pool(rooms):
+            pools.make_room(room, keep=self.session.pools())
 
     def _promise_after(self, group: LayerGroup) -> int:
         """Return what will be promised to a group once the pages have been taken."""
