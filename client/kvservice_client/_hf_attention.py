@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvservice_client._hf_behind import attend_behind, attends_behind
 from kvservice_client._hf_layer import RemoteLayer
 from kvservice_client._hf_local import local_attention, newest_seen
 from kvservice_client._hf_mask import RemoteMask, Seen, describe
@@ -96,8 +97,9 @@ def remote_attention(
             layer.upload(padding)
             return refuse_backward(out, query, key, value), None
         bias = _bias(position_bias, query.shape[-2])
-        if bias is None and layer.attends_behind(query, seen, padding):
-            out = layer.attend_behind(
+        if bias is None and attends_behind(layer, query, seen, padding):
+            out = attend_behind(
+                layer,
                 query,
                 seen,
                 _among_new(attention_mask, seen, query),

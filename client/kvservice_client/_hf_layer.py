@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 
 from kvservice_client._hf_compat import CacheLayerMixin
 from kvservice_client._hf_mask import Seen
-from kvservice_client._hf_past import Partial, attend_new, merge
 from kvservice_client._hf_session import SharedSession
-from kvservice_client._hf_tensors import RemoteKV, Ticket, refuse_backward
+from kvservice_client._hf_tensors import Form, Ticket, refuse_backward
 
 
 class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -45,7 +43,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         self.version = 0
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ticket: weakref.ref[Ticket] | None = None  # weak: layer and ticket form no cycle
-        self._form: _Form | None = None
+        self._form: Form | None = None
         shared.windows.append(window)
 
     @property
@@ -57,7 +55,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learn shapes, dtype and device, and open the session if it is not open."""
-        self._form = _Form.of(key_states, value_states)
+        self._form = Form.of(key_states, value_states)
         self.shared.ensure(key_states, value_states)
         self.is_initialized = True
 
@@ -86,7 +84,8 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.mode == "fetch":
             seen = self.fetch(start, self.length)
         else:
-            seen = self._placeholders(Ticket(self, start, self.length))
+            ticket = Ticket(self, start, self.length)
+            seen = self._known_form().placeholders(ticket, self.shared.num_rows)
         return (
             refuse_backward(seen[0], key_states, value_states),
             refuse_backward(seen[1], key_states, value_states),
@@ -210,74 +209,6 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         if padding is not None:
             self.shared.padding = padding
 
-    def attends_behind(
-        self, query: torch.Tensor, seen: Seen, padding: npt.NDArray[np.bool_] | None
-    ) -> bool:
-        """Whether the decoder attends to the new tokens itself, and workers to those before."""
-        if self.pending is None or query.shape[-2] == 1:
-            return False
-        if not isinstance(seen.mask, str) or seen.mask == "full":
-            return False
-        k, v = self.pending
-        past = self.length - k.shape[-2]
-        if past != seen.query_position or query.shape[-2] != k.shape[-2] or not past:
-            return False
-        return self.shared.attends_behind(k, v, past, padding)
-
-    def attend_behind(
-        self,
-        query: torch.Tensor,
-        seen: Seen,
-        among_new: torch.Tensor | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend here from new tokens to each other, and on the workers to all before them.
-
-        Args:
-            query: [rows, heads, tokens, dim].
-            among_new: bool[rows, 1, tokens, tokens]: what they see of each other. None: all up to
-                their own.
-
-        Returns:
-            [rows, heads, tokens, v_dim], of the query's dtype and device.
-
-        Effects:
-            None: what is pending stays so.
-        """
-        assert self.pending is not None, "nothing is pending"
-        masks = () if among_new is None else (among_new.expand(len(query), -1, -1, -1),)
-        q, k, v, *seen_new = self.shared.as_stored(query.detach(), *self.pending, *masks)
-        new: list[Partial] = []
-
-        def attend_to_new() -> None:
-            if not new:
-                mask = seen_new[0] if seen_new else None
-                new.append(attend_new(q, k, v, mask, scale=scale, softcap=softcap))
-
-        # Later queries of a window see nothing of the past.
-        num_queries = q.shape[-2] if seen.window is None else min(q.shape[-2], seen.window - 1)
-        if num_queries:
-            past = self.shared.attend_past(
-                self.index,
-                q[:, :, :num_queries],
-                query_positions=seen.query_position,
-                scale=scale,
-                mask=seen.mask,
-                window=seen.window,
-                chunk=seen.chunk,
-                softcap=softcap,
-                meanwhile=attend_to_new,
-            )
-            out = merge(new[0], past, None if sinks is None else sinks.detach())
-        else:
-            attend_to_new()
-            out = merge(new[0], None, sinks)
-        out = out.to(query.dtype)
-        return out if len(out) == len(query) else out[self.shared.rows]
-
     def attend(
         self,
         query: torch.Tensor,
@@ -335,9 +266,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         self.flush()
         form = self._known_form()
         if start == stop:
-            shapes = form.shapes(self.shared.num_rows, 0)
-            k, v = (torch.empty(shape, dtype=form.dtype, device=form.device) for shape in shapes)
-            return k, v
+            return form.empty(self.shared.num_rows)
         self.shared.warn_fetch(self.index)
         like = torch.empty(0, dtype=form.dtype, device=form.device)
         k, v = self.shared.opened().read(self.index, start, stop, like=like)
@@ -362,21 +291,13 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
         if ticket is None or ticket.version != self.version:
             ticket = Ticket(self, self._kept_from(), self.length)
             self._ticket = weakref.ref(ticket)
-        return self._placeholders(ticket)[which]
+        return self._known_form().placeholders(ticket, self.shared.num_rows)[which]
 
-    def _placeholders(self, ticket: Ticket) -> tuple[torch.Tensor, torch.Tensor]:
-        form = self._known_form()
-        k_shape, v_shape = form.shapes(self.shared.num_rows, ticket.stop - ticket.start)
-        return (
-            RemoteKV(ticket, 0, k_shape, form.dtype, form.device),
-            RemoteKV(ticket, 1, v_shape, form.dtype, form.device),
-        )
-
-    def _known_form(self) -> _Form:
+    def _known_form(self) -> Form:
         if self._form is None:  # attached, and not used since: the service knows
             last = self.length - 1
             k, v = self.shared.opened().read(self.index, last, self.length, like=torch.empty(0))
-            self._form = _Form.of(k, v)
+            self._form = Form.of(k, v)
         return self._form
 
 
@@ -426,25 +347,6 @@ class RemoteSlidingLayer(RemoteLayer):
         return (
             length == 0 or length >= self.shared.floor or self._window_start(self.shared.floor) == 0
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """Heads, dims, dtype and device of a layer's keys and values."""
-
-    num_kv_heads: int
-    dims: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(k: torch.Tensor, v: torch.Tensor) -> _Form:
-        return _Form(k.shape[1], (k.shape[-1], v.shape[-1]), k.dtype, k.device)
-
-    def shapes(self, num_rows: int, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        k_dim, v_dim = self.dims
-        shape = (num_rows, self.num_kv_heads, num_tokens)
-        return (*shape, k_dim), (*shape, v_dim)
 
 
 def _refuse_assignment(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ has to be kept on the model, the module or the thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -119,6 +120,41 @@ class RemoteKV(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"RemoteKV({'kv'[self.which]}, {tuple(self.shape)}, {self.dtype}, {self.ticket})"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Heads, dims, dtype and device of a layer's keys and values."""
+
+    num_kv_heads: int
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(k: torch.Tensor, v: torch.Tensor) -> Form:
+        return Form(k.shape[1], (k.shape[-1], v.shape[-1]), k.dtype, k.device)
+
+    def _shapes(self, num_rows: int, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        k_dim, v_dim = self.dims
+        shape = (num_rows, self.num_kv_heads, num_tokens)
+        return (*shape, k_dim), (*shape, v_dim)
+
+    def empty(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return k and v without tokens."""
+        k_shape, v_shape = self._shapes(num_rows, 0)
+        return (
+            torch.empty(k_shape, dtype=self.dtype, device=self.device),
+            torch.empty(v_shape, dtype=self.dtype, device=self.device),
+        )
+
+    def placeholders(self, ticket: Ticket, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what stands for the k and v that a ticket names."""
+        k_shape, v_shape = self._shapes(num_rows, ticket.stop - ticket.start)
+        return (
+            RemoteKV(ticket, 0, k_shape, self.dtype, self.device),
+            RemoteKV(ticket, 1, v_shape, self.dtype, self.device),
+        )
 
 
 def _keeps_contents(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

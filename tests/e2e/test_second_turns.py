@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvservice.core.errors import DeadlineExceeded, KVServiceError, OutOfPages, QuotaExceeded
-from kvservice_client import Client, _hf_layer
+from kvservice_client import Client, _hf_behind
 from kvservice_client._hf_past import Partial
 from kvservice_client._hf_prompt import Uploads
 from kvservice_client._session import Session
@@ -35,13 +35,13 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shapes: list[tuple[int, int]] = []
-        attend_new = _hf_layer.attend_new
+        attend_new = _hf_behind.attend_new
 
         def seen(q: torch.Tensor, *arguments: Any, **how: Any) -> Partial:
             self.shapes.append((q.shape[0], q.shape[2]))
             return attend_new(q, *arguments, **how)
 
-        monkeypatch.setattr(_hf_layer, "attend_new", seen)
+        monkeypatch.setattr(_hf_behind, "attend_new", seen)
 
 
 @pytest.fixture
