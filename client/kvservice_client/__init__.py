@@ -40,7 +40,8 @@ from kvservice.core.errors import (
 from kvservice.core.geometry import DType, LayerGeometry, LayerSpec
 from kvservice.core.session import PoolStats, SessionInfo, WorkerStats
 from kvservice_client import functional
-from kvservice_client._client import Client, connect, current_client, use
+from kvservice_client._client import Client, current_client, use
+from kvservice_client._connect import connect
 from kvservice_client._connections import ClientConfig
 from kvservice_client._session import Session
 from kvservice_client._transport_grpc import Tls

@@ -9,14 +9,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
 
-from kvservice.clock import SystemClock
 from kvservice.core.errors import (
     InvalidRequest,
     KVServiceError,
-    NotFound,
     StaleEpoch,
     TooLarge,
-    Unavailable,
     Unimplemented,
 )
 from kvservice.core.geometry import DEFAULT_PAGE_SIZE, LayerGeometry, LayerSpec
@@ -29,21 +26,13 @@ from kvservice.core.session import (
 )
 from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
-from kvservice.wire.names import MANAGER, WORKER
-from kvservice.wire.tracing import find_tracer
-from kvservice_client._connections import FRONT, ClientConfig, Connections
+from kvservice_client._connections import FRONT, Connections
 from kvservice_client._extents import adopt
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._mirror import Mirror
 from kvservice_client._session import Session
-from kvservice_client._transport import Transport
-from kvservice_client._transport_grpc import GrpcTransport, Tls
-from kvservice_client._transport_lane import LaneTransport
-from kvservice_client._transport_traced import TracedTransport
-from kvservice_client._watchdog import Watchdog
 
 _MAX_FORK_TRIES = 3
-HANDSHAKE_S = 2.0  # for finding out why there is no connection
 
 
 class Client:
@@ -291,58 +280,6 @@ class Client:
         return Session(self._connections, self._leases, mirror, self)
 
 
-def connect(
-    address: str,
-    *,
-    token: str | None = None,
-    tls: Tls | None = None,
-    timeout_s: float = 30.0,
-    lane: bool = True,
-    config: ClientConfig | None = None,
-) -> Client:
-    """Find a manager, or a lone worker, behind an address.
-
-    Args:
-        address: host:port, [IPv6]:port, or unix:PATH.
-        token: Presented as a bearer token with every call to this address. Workers behind a
-            manager never see it: what they have issued for each session goes there.
-        tls: None: plaintext.
-        timeout_s: For each call, and for finding the server now, retries included.
-        lane: Take the workers' lanes for Attend where they have one. Not with TLS.
-        config: Further time limits; its own timeout_s gives way to `timeout_s`.
-
-    Raises:
-        Unavailable: Nobody answers there.
-        NotFound: Somebody does, but not a kvservice.
-    """
-    if not address:
-        raise InvalidRequest("the address is empty; say host:port, or unix:PATH")
-    clock = SystemClock()
-    watchdog = Watchdog(clock)
-    config = replace(config or ClientConfig(), timeout_s=timeout_s)
-    tracer = find_tracer()
-
-    def dial_grpc(target: str) -> GrpcTransport:
-        # Workers are shown what they have issued themselves: they never see the token.
-        shown = token if target == address else None
-        return GrpcTransport(
-            target, clock=clock, watchdog=watchdog, token=shown, tls=tls, tracer=tracer
-        )
-
-    def dial(target: str) -> Transport:
-        over_grpc = dial_grpc(target)
-        way = LaneTransport(over_grpc, clock=clock) if lane and tls is None else over_grpc
-        return way if tracer is None else TracedTransport(way, tracer, target)
-
-    connections = Connections(address, dial, config=config, clock=clock, on_close=watchdog.close)
-    try:
-        connections.lone_worker = _is_lone_worker(connections, dial_grpc(address))
-    except BaseException:
-        connections.close()
-        raise
-    return Client(connections)
-
-
 def use(client: Client | None) -> None:
     """Set the client that caches use where none is given. None: none is set any more."""
     global _current
@@ -364,35 +301,6 @@ def current_client() -> Client:
 
 
 _current: Client | None = None
-
-
-class _HandshakeFailed(Exception):
-    """The connection is refused, for a reason that stays. Never leaves this file."""
-
-
-def _is_lone_worker(connections: Connections, transport: GrpcTransport) -> bool:
-    """Ask the server's health service what it serves."""
-    timeout_s = connections.config.timeout_s
-    try:
-        for service, lone in ((MANAGER, False), (WORKER, True)):
-            name = service.full_name
-
-            def attempt(left_s: float, name: str = name) -> bool:
-                try:
-                    return transport.serves(name, timeout_s=left_s)
-                except Unavailable as error:
-                    refusal = transport.find_refusal(min(left_s, HANDSHAKE_S))
-                    if refusal is not None:
-                        raise _HandshakeFailed(refusal) from error
-                    raise
-
-            if connections.retrier.run(attempt, timeout_s):
-                return lone
-    except _HandshakeFailed as error:  # asking again would not help
-        raise Unavailable(f"{connections.front}: {error}") from error
-    finally:
-        transport.close()
-    raise NotFound(f"what answers at {connections.front} is neither a manager nor a worker")
 
 
 def _layer_specs(

@@ -52,6 +52,10 @@ class Links:
 
     Where there are two copies, one that does not answer is given up as soon as the other one does:
     CopiesChanged. As long as neither answers, neither is.
+
+    Attributes:
+        whereabouts: Where the session is now; followed during every call.
+        copies: Finds and gives up the copies of its extents.
     """
 
     def __init__(self, connections: Connections, mirror: Mirror, lease: Lease) -> None:

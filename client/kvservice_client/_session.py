@@ -1,4 +1,11 @@
-"""Session: one decoder's cache on the service, as a decoder holds it."""
+"""Session: one decoder's cache on the service, as a decoder holds it.
+
+A call goes through `_ask`, which checks and packs arrays; then `_attend` (keys and values alone:
+`_tokens`; what changes the structure: `_changes`, `_fork`) says what each worker is asked, by what
+`_mirror` knows of the session; then `_links`, which asks, for as long as it takes; then a
+`_transport`. What returns is put together where it was taken apart. `_steady` is the short way of
+decoding: what a step's first layer was asked serves the later ones.
+"""
 
 from __future__ import annotations
 
