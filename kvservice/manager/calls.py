@@ -91,7 +91,7 @@ class WorkerCalls:
             KVServiceError: What it answers.
         """
         with self._lock:  # so that no older record than another caller's brings its address back
-            record, state = self._directory.living(worker_id)
+            record, state = self._directory.record_and_state(worker_id)
             stale, handle = self._handle(record)
         if stale is not None:
             stale.close()

@@ -158,7 +158,7 @@ class SharedDirectory:
             raise WorkerNotFound(f"no worker {worker_id} is registered", worker_id=worker_id)
         return record
 
-    def living(self, worker_id: str) -> tuple[WorkerRecord, WorkerState]:
+    def record_and_state(self, worker_id: str) -> tuple[WorkerRecord, WorkerState]:
         """Return who is registered by this id, and its state.
 
         Raises:
@@ -174,7 +174,7 @@ class SharedDirectory:
     def check_takes_sessions(self, worker_id: str) -> None:
         """Raise WorkerNotFound, WorkerLost or Draining unless a worker may be given sessions."""
         self.record_of(worker_id)
-        if self.living(worker_id)[1] is WorkerState.DRAINING:
+        if self.record_and_state(worker_id)[1] is WorkerState.DRAINING:
             raise Draining(f"worker {worker_id} is leaving", worker_id=worker_id)
 
     def is_dead(self, worker_id: str) -> bool:
