@@ -49,7 +49,8 @@ class WorkerHandle(Protocol):
 class WorkerCalls:
     """Calls on the workers that the directory lists, which hears what becomes of them.
 
-    Thread-safe. The lock guards the handles, and is never held during a call.
+    Thread-safe. The lock guards the handles, and is never held during a call. Whoever has it may
+    take the directory's, never the other way round.
     """
 
     def __init__(
