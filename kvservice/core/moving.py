@@ -72,7 +72,7 @@ class SessionState:
     """All that a worker knows of a session, but the contents of pages.
 
     Fields:
-        origin: The request that opened it, to recognise a repeat; as `PageWorker` notes it.
+        origin: The request that opened it, to recognise a repeat; as a worker's `Opening` notes it.
         last_change: The newest structural change, likewise.
         lengths: By layer, of those that have stored something; per row.
         geometries: By layer, of those whose shape is known.
