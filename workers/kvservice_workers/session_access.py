@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from kvservice.clock import Clock
-from kvservice.core.errors import OutOfPages, QuotaExceeded, StaleEpoch
+from kvservice.core.errors import KVServiceError, OutOfPages, QuotaExceeded, StaleEpoch
 from kvservice.core.session import SessionInfo
 from kvservice_workers.arrival import ArrivalTable
 from kvservice_workers.counters import Counters
@@ -94,8 +94,10 @@ class SessionAccess:
             session.check_open()
             session.check_thawed(self._clock.monotonic())
             try:
-                with self.counting_refusals():
-                    yield session
+                yield session
+            except KVServiceError as error:
+                self._count_refusal(error)
+                raise
             finally:
                 with self._lock:
                     self._sessions.renew(session)
@@ -113,15 +115,19 @@ class SessionAccess:
         """Count what is refused for lack of room, or because somebody has changed the session."""
         try:
             yield
-        except (OutOfPages, QuotaExceeded) as error:
-            with self._lock:
-                self._counters.allocation_failures[error.reason.lower()] += 1
-            raise
-        except StaleEpoch:
-            with self._lock:
-                self._counters.stale_epochs += 1
+        except KVServiceError as error:
+            self._count_refusal(error)
             raise
 
     def info(self, session: WorkerSession, *, with_padding: bool = False) -> SessionInfo:
         """Return what callers are told of a session. The worker's lock is held."""
         return session_info(self._config, session, with_padding=with_padding)
+
+    # -- inside
+
+    def _count_refusal(self, error: KVServiceError) -> None:
+        with self._lock:
+            if isinstance(error, (OutOfPages, QuotaExceeded)):
+                self._counters.allocation_failures[error.reason.lower()] += 1
+            elif isinstance(error, StaleEpoch):
+                self._counters.stale_epochs += 1
