@@ -120,7 +120,7 @@ class TensorCache(Cache):
         return self.key_cache[layer], self.value_cache[layer]
 
     def __iter__(self) -> Iterator[States]:
-        return zip(self.key_cache, self.value_cache, strict=True)
+        return (self[layer] for layer in range(len(self)))
 
     # -- changing
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvservice.core.errors import KVServiceError
+from kvservice.core.errors import KVServiceError, PagesLost, SessionNotFound
 from kvservice.core.geometry import DType, LayerGeometry
 from kvservice_client._array_ops import as_kind, frozen, replaced, zeros
 from kvservice_client._arrays import Kind
@@ -151,6 +151,7 @@ class Content:
         """Return a version with positions from `start` on replaced.
 
         The arrays at hand go with it: this version is read from the service when asked again.
+        While it has them, it does without what the service has lost, and stores it anew.
 
         Args:
             keys, values: In range, of the right shape and dtype, and of the kind.
@@ -159,8 +160,15 @@ class Content:
             KVServiceError: No version has changed.
         """
         stop = start + keys.shape[2]
-        lead, stretches = self._place_for(start)
-        lead.write(start, keys, values)
+        try:
+            lead, stretches = self._place_for(start)
+            lead.write(start, keys, values)
+        except (PagesLost, SessionNotFound):
+            if self._arrays is None:
+                raise
+            self._store_anew(self._arrays)
+            lead, stretches = self._place_for(start)
+            lead.write(start, keys, values)
         shown = [
             *_clipped(stretches, 0, start),
             Stretch(lead, start, stop),
@@ -179,6 +187,15 @@ class Content:
             )
         self._arrays = None
         return Content(self.form, kind, lead, _joined(shown), arrays)
+
+    def _store_anew(self, arrays: Pair) -> None:
+        """Put all that this version shows into another session."""
+        lead = self.form.open()
+        for one in self.stretches:
+            keys, values = (array[:, :, one.start : one.stop] for array in arrays)
+            lead.write(one.start, keys, values)
+        self.lead = lead
+        self.stretches = tuple(Stretch(lead, one.start, one.stop) for one in self.stretches)
 
     def _place_for(self, start: int) -> tuple[Pages, Sequence[Stretch]]:
         """Return a session in which nobody sees positions from `start` on, and this version's

@@ -37,7 +37,8 @@ class KVLayerCache:
     A value: it is never changed, and what is in it stays, whatever is made of it. Its tokens are
     on the service, in pages that it shares with the values that were made of it and that it was
     made of. They are freed when the last of these is gone. Of a chain of values the newest has its
-    arrays at hand; those of an older one are read from the service when they are looked at.
+    arrays at hand, and outlives its pages; those of an older one are read from the service when
+    they are looked at.
 
     May also be made of arrays directly, or by `dataclasses.replace`. Nothing is checked then.
 

@@ -200,6 +200,9 @@ def test_len_getitem_iter(cache: DynamicCache) -> None:
     for layer in (-1, 2):
         with pytest.raises(KeyError, match=f"Cache has 2 layers; no entry for layer {layer}."):
             cache[layer]
+    for _ in cache:  # of the layers there were
+        cache.update(*random_states(1), len(cache))
+    assert len(cache) == 4
 
 
 @pytest.mark.parametrize(

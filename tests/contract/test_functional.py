@@ -23,6 +23,7 @@ from kvservice.core.errors import (
     GeometryMismatch,
     InvalidRequest,
     KVServiceError,
+    PagesLost,
     PositionOutOfRange,
     QuotaExceeded,
 )
@@ -652,6 +653,37 @@ def test_update_that_arrives_late(client: Client, failing: Failing, library: Lib
     failing.arrive()
     assert_shows(again, [1, 2, 3, 0, 0, 4, 0, 0], 6)
     assert_shows(grown, [1, 2, 0, 0, 0, 0, 0, 0], 2)
+
+
+@pytest.mark.parametrize("start", [2, 4, 5], ids=["fork", "append", "gap"])
+def test_the_newest_outlives_its_pages(library: Library, start: int) -> None:
+    """What a dead worker has held is stored anew from arrays at hand; older versions are lost."""
+    with embedded_backend(num_workers=2) as backend:
+        client = backend.connect()
+        empty = init_kv_layer_cache(1, 2, 4, 8, library.float32, client=client)
+        older = update(empty, library, 0, 1, 2, 3)
+        newest = update(older, library, 3, 4)
+        (session,) = client.list_sessions()
+        holder = backend.index_of(session.extents[0].worker_id)
+        backend.kill(holder)
+        backend.restart(holder)
+        expected = [1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+        with pytest.raises(PagesLost):
+            update(older, library, 3, 9)
+        grown = update(newest, library, start, 9)
+        assert_shows(newest, expected, 4)
+        expected[start] = 9.0
+        assert_shows(grown, expected, start + 1)
+        with pytest.raises(PagesLost):
+            older.keys  # noqa: B018
+        assert_shows(empty, [0.0] * 8, 0)
+        # A second loss, before which the arrays were dropped: an error, and nothing else.
+        for index in range(2):
+            backend.kill(index)
+            backend.restart(index)
+        with pytest.raises(PagesLost):
+            grown.keys  # noqa: B018
+        assert_shows(update(empty, library, 0, 5), [5.0] + [0.0] * 7, 1)
 
 
 def test_failing_read(client: Client, failing: Failing, library: Library) -> None:
