@@ -66,7 +66,8 @@ class StaticCache(TensorCache):
         Args:
             max_cache_len: As the other cache's.
             lengths: Each layer's counter. None: up to the last position that was ever written,
-                which is right unless there was a crop, or positions were given.
+                which is right unless there was a crop, or positions were given. Where nothing is
+                stored, as after a reset, there are no layers yet.
             device: Where the tensors are to be, as torch names it. None: host memory.
 
         Raises:
@@ -167,6 +168,8 @@ class StaticCache(TensorCache):
         counters = [self._pages.stored(layer) for layer in range(len(self))]
         if lengths is not None:
             given = [as_int(length, "lengths") for length in lengths]
+            if not counters and not any(given):
+                given = []  # the service knows no layer before its first tokens, or after a reset
             out = [length for length in given if not 0 <= length <= self.max_cache_len]
             if out or len(given) != len(counters):
                 raise InvalidRequest(

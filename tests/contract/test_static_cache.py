@@ -706,6 +706,26 @@ def test_attach_goes_on(cache: StaticCache, cache_client: Client) -> None:
     assert_survives(twin, cache_client)
 
 
+@pytest.mark.parametrize("counters", [None, [0, 0], []], ids=str)
+def test_attach_after_a_reset(
+    cache: StaticCache, cache_client: Client, counters: list[int] | None
+) -> None:
+    """Nothing is stored, so there are no layers, and the next ones may be of another shape."""
+    for layer in range(2):
+        write(cache, [1, 2, 3], layer)
+    cache.reset()
+    session_id = cache.detach()
+    with pytest.raises(InvalidRequest):
+        StaticCache.attach(session_id, 8, lengths=[0, 1], client=cache_client)
+    twin = StaticCache.attach(session_id, 8, lengths=counters, client=cache_client)
+    assert (len(twin), twin.seen_tokens) == (0, 0)
+    states = random_states(2, heads=3, dim=8)
+    for layer in range(2):
+        twin.update(*states, layer)
+    assert lengths(twin) == [2, 2]
+    assert_survives(twin, cache_client)
+
+
 def test_attach_takes_only_what_fits(cache: StaticCache, cache_client: Client) -> None:
     """Another capacity, or counters that cannot be, are refused, and the session lives on."""
     write(cache, [1, 2, 3], 0)
