@@ -76,7 +76,8 @@ def remote_attention(
             others=others,
         )
 
-    if not isinstance(key, RemoteKV) and not isinstance(value, RemoteKV):
+    if not isinstance(key, RemoteKV) or not isinstance(value, RemoteKV):
+        # What the model has computed on is here already; a placeholder beside it is fetched.
         return attend_here(key, value), None
 
     ticket = _ticket(key, value)
@@ -144,18 +145,13 @@ def _padding(
     return layer.shared.unseen_padding(mask, length)
 
 
-def _ticket(key: torch.Tensor, value: torch.Tensor) -> Ticket:
+def _ticket(key: RemoteKV, value: RemoteKV) -> Ticket:
     """Return the ticket that keys and values share.
 
     Raises:
         RuntimeError: They do not, or the layer has changed since.
     """
-    if (
-        not isinstance(key, RemoteKV)
-        or not isinstance(value, RemoteKV)
-        or value.ticket is not key.ticket
-        or (key.which, value.which) != (0, 1)
-    ):
+    if value.ticket is not key.ticket or (key.which, value.which) != (0, 1):
         raise RuntimeError("keys and values come from different reads of the cache")
     key.ticket.check()
     return key.ticket

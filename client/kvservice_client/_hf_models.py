@@ -72,7 +72,7 @@ def use_remote_attention(model: Any) -> Any:
 
 def layers_of(config: Any, shared: SharedSession) -> list[Any]:
     """Return the layers that a config asks for, in order."""
-    types, all_options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    types, all_options = _decoder_layers(config.get_text_config(decoder=True))
     if unknown := sorted(set(types) - {*REMOTE_TYPES, *LOCAL_TYPES}):
         raise ValueError(
             f"layers of type {', '.join(unknown)} have a state that a RemoteCache cannot store"
@@ -85,6 +85,18 @@ def layers_of(config: Any, shared: SharedSession) -> list[Any]:
         else LOCAL_LAYER_CLASSES[layer_type](**options)
         for layer_type, options in zip(types, all_options, strict=False)
     ]
+
+
+def _decoder_layers(config: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return type and options of each layer of a decoder.
+
+    T5's config is one for encoder and decoder, and `num_hidden_layers` is the encoder's number.
+    """
+    types, options = get_layer_types_and_kwargs(config)
+    num_layers = getattr(config, "num_decoder_layers", None)
+    if not config.is_encoder_decoder or num_layers is None:
+        return types, options
+    return [types[0]] * num_layers, [options[0]] * num_layers
 
 
 def remote_layer(shared: SharedSession, window: int | None) -> RemoteLayer:

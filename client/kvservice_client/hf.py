@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from kvservice_client._client import Client, current_client
-from kvservice_client._hf_compat import CACHE_ARGUMENT, DynamicCache, PreTrainedConfig
+from kvservice_client._hf_compat import CACHE_ARGUMENT, DynamicCache
 from kvservice_client._hf_layer import RemoteLayer
 from kvservice_client._hf_models import layers_of, remote_layer, use_remote_attention
 from kvservice_client._hf_session import OpenOptions, RemoteFetchWarning, SharedSession
@@ -56,8 +56,11 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
             them where the pages are; for decoders that compute faster than workers, or have cores
             of their own. "remote": where the pages are, as all else; better where the workers
             compute faster, and what is done in any case with `spread`.
+        offloading: False. Some models (T5Gemma) make a cross-attention cache of the class that
+            they find, and say so; it is opened at the default client.
 
     Raises:
+        TypeError: The client is something else, or `offloading` is asked for.
         ValueError: An unknown mode, or a config with layers whose state is not keys and values.
 
     One owner: as with any cache, one generation at a time may use it, and `generate` appends to
@@ -77,9 +80,14 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         replicas: int = 1,
         spread: int = 1,
         prompts: str = "auto",
+        offloading: bool = False,
     ) -> None:
-        if isinstance(client, PreTrainedConfig):
-            raise TypeError("RemoteCache takes the client first, then the config")
+        if client is not None and not isinstance(client, Client):
+            raise TypeError(
+                f"RemoteCache takes the client first, then the config; got {type(client).__name__}"
+            )
+        if offloading:
+            raise TypeError("offloading has no meaning here: keys and values are on the service")
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if prompts not in PROMPTS:
@@ -306,8 +314,9 @@ class RemoteCache(DynamicCache):  # type: ignore[misc]
         self._select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep only rows `indices`: a tensor, list or tuple, of row numbers or bools."""
-        self._select(torch.arange(max(self.batch_size, 0))[_as_index(indices)].tolist())
+        """Keep only rows `indices`: a tensor, list, tuple or slice, of row numbers or bools."""
+        if self._shared.session is not None:
+            self._select(torch.arange(self.batch_size)[_as_index(indices)].tolist())
 
     def _select(self, rows: list[int]) -> None:
         shared = self._shared
@@ -419,4 +428,6 @@ def _row_numbers(rows: Any, num_rows: int) -> list[int]:
 
 def _as_index(indices: Any) -> Any:
     """Return indices as torch takes them along one dimension: a tuple would be coordinates."""
-    return indices.cpu() if isinstance(indices, torch.Tensor) else list(indices)
+    if isinstance(indices, torch.Tensor):
+        return indices.cpu()
+    return indices if isinstance(indices, slice) else list(indices)

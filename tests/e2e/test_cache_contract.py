@@ -101,6 +101,7 @@ def test_before_the_first_update(pair: Pair) -> None:
     ours.crop(0)
     ours.reorder_cache(torch.tensor([0]))
     ours.batch_repeat_interleave(2)
+    ours.batch_select_indices([0])
     ours.reset()
     assert ours.get_max_length(0) == theirs.get_max_length(0)
     assert ours.get_max_length() == theirs.get_max_length()
@@ -143,7 +144,8 @@ def test_rows(pair: Pair) -> None:
 
 
 def test_rows_as_tuple(client: Client) -> None:
-    """A tuple says rows, not coordinates; reordering takes plain lists and tuples too."""
+    """A tuple says rows, not coordinates; reordering takes plain lists and tuples too, and
+    selecting a slice."""
     cache = RemoteCache(client, mode="fetch")
     before = feed(cache, 3, rows=3)[0][0]
     cache.batch_select_indices((0, 2))
@@ -151,6 +153,8 @@ def test_rows_as_tuple(client: Client) -> None:
     cache.reorder_cache((1, 0))
     cache.reorder_cache([1, 1])
     assert torch.equal(contents(cache)[0][0], before[[0, 0]])
+    cache.batch_select_indices(slice(1, None))
+    assert torch.equal(contents(cache)[0][0], before[[0]])
 
 
 @pytest.mark.parametrize("rows", [[0, 3], [-1, 0]])
@@ -300,9 +304,10 @@ def test_unknown_options_are_refused(client: Client) -> None:
     with pytest.raises(ValueError, match="mode"):
         RemoteCache(client, mode="remote")
     with pytest.raises(TypeError, match="offloading"):
-        RemoteCache(client, offloading=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="client first"):
-        RemoteCache(config())
+        RemoteCache(client, offloading=True)
+    for no_client in (config(), [(states(2), states(2))]):
+        with pytest.raises(TypeError, match="client first"):
+            RemoteCache(no_client)  # type: ignore[arg-type]
 
 
 def test_layers_that_cannot_be_stored_are_refused(client: Client) -> None:

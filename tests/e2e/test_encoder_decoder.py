@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from transformers import DynamicCache, EncoderDecoderCache
 
-from kvservice_client import Client
+from kvservice_client import Client, use
 from kvservice_client.hf import CACHE_ARGUMENT, RemoteCache, use_remote_attention
 from tests.e2e import models
 from tests.e2e.compare import difference
@@ -74,6 +74,37 @@ def whisper() -> Any:
     )
     model = tf.WhisperForConditionalGeneration(config)
     models.spread_weights(model, 0.18)
+    return _ready(model)
+
+
+@functools.cache
+def t5gemma() -> Any:
+    """Return a T5Gemma whose decoder alternates layers with and without a window."""
+    part = tf.T5GemmaModuleConfig(
+        vocab_size=models.VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=models.WINDOW,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=models.PAD,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    config = tf.T5GemmaConfig(
+        encoder=part,
+        decoder=copy.deepcopy(part),
+        vocab_size=models.VOCAB,
+        tie_word_embeddings=False,
+        decoder_start_token_id=1,
+        pad_token_id=models.PAD,
+    )
+    model = tf.T5GemmaForConditionalGeneration(config)
+    models.spread_weights(model, 0.15)
     return _ready(model)
 
 
@@ -170,6 +201,39 @@ NAMES = [case.__name__ for _, case in CASES]
 def test_striped_quickly(striped_client: Client, build: Build, case: Case) -> None:
     """Some of the matrix."""
     check(striped_client, build(), case, "attend", spread=2, page_size=2)
+
+
+@pytest.mark.parametrize("encoder_layers", [2, 4])
+def test_layers_are_those_of_the_decoder(client: Client, encoder_layers: int) -> None:
+    """A config that counts the encoder's layers too says how many the decoder has."""
+    cache = RemoteCache(client, t5(encoder_layers=encoder_layers).config)
+    assert len(cache) == len(cache.is_sliding) == 3
+    cache.early_initialization(1, 4, 16, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized
+
+
+def test_a_model_that_makes_its_own_cross_attention_cache(client: Client) -> None:
+    """T5Gemma replaces it by one of the same class, which finds the default client."""
+    model = t5gemma()
+    ids, mask = padded([9, 4])
+    model.set_attn_implementation("eager")
+    wanted = generate(
+        model,
+        EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        input_ids=ids,
+        attention_mask=mask,
+    )
+    use_remote_attention(model)
+    config = model.config
+    use(client)
+    try:
+        cache = EncoderDecoderCache(RemoteCache(config=config, mode="attend"), RemoteCache())
+        ours = generate(model, cache, input_ids=ids, attention_mask=mask)
+        assert isinstance(cache.cross_attention_cache, RemoteCache)
+        assert cache.cross_attention_cache.get_seq_length() == ids.shape[1]
+    finally:
+        use(None)
+    assert difference(ours, tuple(wanted)) is None
 
 
 @pytest.mark.matrix

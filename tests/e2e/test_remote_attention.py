@@ -115,6 +115,31 @@ def test_a_model_that_computes_on_keys_is_noticed(client: Client) -> None:
         model.generate(prompt(1, 5), **{CACHE_ARGUMENT: cache}, max_new_tokens=2)
 
 
+@pytest.mark.filterwarnings("ignore::kvservice_client.hf.RemoteFetchWarning")
+def test_a_model_that_computes_on_values_alone(client: Client) -> None:
+    """DiffLlama rearranges values, and hands on keys as it got them: those are fetched as well."""
+    torch.manual_seed(0)
+    config = tf.DiffLlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    model = models.quiet(tf.DiffLlamaForCausalLM(config))
+    ids, mask = padded([7, 4])
+    ids = ids % 32
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    wanted = model.generate(ids, **{CACHE_ARGUMENT: DynamicCache()}, **options)
+    use_remote_attention(model)
+    cache = RemoteCache(client, model.config)
+    assert torch.equal(model.generate(ids, **{CACHE_ARGUMENT: cache}, **options), wanted)
+    with pytest.raises(RuntimeError, match="mode='auto'"):
+        model(ids, **{CACHE_ARGUMENT: RemoteCache(client, mode="attend")})
+
+
 def test_other_parts_of_a_composite_model_keep_their_attention() -> None:
     """Only the decoder's attention is set."""
     text = models.family("gemma3").config()
