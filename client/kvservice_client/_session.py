@@ -323,8 +323,8 @@ class Session:
 
         Raises:
             InvalidRequest, GeometryMismatch, PositionOutOfRange: Nothing has been stored.
-            OutOfPages: No worker has room. Overwriting what several workers hold may have been
-                done on some; it may be repeated.
+            OutOfPages: No worker has room. What several workers hold may have been written on
+                some: it may be repeated, and `roll_back` drops what was added to the rows.
         """
         self._holding.ready()
         self._access.write(layer, k, v, positions, rows, padding, queries_from)

@@ -121,7 +121,7 @@ class TokenAccess:
         except OutOfPages as error:
             longest = mirror.longest()
             beyond = int((placed.positions + 1 - np.array(longest)[placed.rows]).max())
-            if beyond < 1:
+            if beyond < 1 or mirror.uncertain:  # the tail has had room, and another one has not
                 raise
             cause = find_room(mirror, self._links, beyond)
             if cause is not None:
@@ -186,12 +186,12 @@ class TokenAccess:
         parts = self._by_extent(placed)
         if evict_before and len(self._mirror.extents) > 1:
             self._evict_elsewhere(layer, placed, evict_before, [extent for extent, _ in parts])
-        for extent, chosen in parts:
+        for index, (extent, chosen) in enumerate(parts):
             call = self._write_call(extent, layer, placed, chosen, evict_before)
             try:
                 self._write_to(extent, call)
             except FAILED as error:
-                if isinstance(error, OUTCOME_UNKNOWN):
+                if index or isinstance(error, OUTCOME_UNKNOWN):
                     self._mirror.uncertain = True
                 raise
 
@@ -265,6 +265,8 @@ class TokenAccess:
                 worker_pb2.EvictBefore(window=group.window, positions=group.positions)
                 for group in mirror.evictions_on(extent, evict_before)
             ],
+            # Where there may be no start yet, a gap would be taken to lie before the extent.
+            extent_starts=extent.starts if extent.is_empty(mirror.stops_of(extent)) else (),
         )
         set_tensor(call.k, tokens.k[chosen], tokens.dtype)
         set_tensor(call.v, tokens.v[chosen], tokens.dtype)

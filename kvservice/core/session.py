@@ -274,7 +274,8 @@ class WriteCall:
     """Store k and v [tokens, kv_heads, dim] at (rows[i], positions[i]), in any order.
 
     `number` counts the writes of the session's holder, rising; 0: they are not counted.
-    There may be no tokens where there is something to evict.
+    There may be no tokens where there is something to evict. `extent_starts` say per row where an
+    extent begins that has no start yet; empty: at the lowest position that is written.
     """
 
     session_id: str
@@ -287,6 +288,7 @@ class WriteCall:
     padding: tuple[RowRange, ...] = ()
     number: int = 0
     evict_before: tuple[EvictBefore, ...] = ()
+    extent_starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class WriteRequest(_message.Message):
     def __init__(self, call: _Optional[_Union[WriteCall, _Mapping]] = ..., fragment: _Optional[_Union[_types_pb2.Fragment, _Mapping]] = ...) -> None: ...
 
 class WriteCall(_message.Message):
-    __slots__ = ("session_id", "incarnation", "epoch", "layer", "k", "v", "rows", "positions", "padding", "capability", "number", "evict_before")
+    __slots__ = ("session_id", "incarnation", "epoch", "layer", "k", "v", "rows", "positions", "padding", "capability", "number", "evict_before", "extent_starts")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class WriteCall(_message.Message):
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     EVICT_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     incarnation: str
     epoch: int
@@ -165,7 +166,8 @@ class WriteCall(_message.Message):
     capability: bytes
     number: int
     evict_before: _containers.RepeatedCompositeFieldContainer[EvictBefore]
-    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., capability: _Optional[bytes] = ..., number: _Optional[int] = ..., evict_before: _Optional[_Iterable[_Union[EvictBefore, _Mapping]]] = ...) -> None: ...
+    extent_starts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., rows: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., capability: _Optional[bytes] = ..., number: _Optional[int] = ..., evict_before: _Optional[_Iterable[_Union[EvictBefore, _Mapping]]] = ..., extent_starts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("lengths",)

@@ -234,6 +234,7 @@ def write_call_from_pb(pb: worker_pb2.WriteCall) -> core.WriteCall:
         padding=padding_from_pb(pb.padding),
         number=not_negative([pb.number], "number")[0],
         evict_before=evictions_from_pb(pb.evict_before),
+        extent_starts=not_negative(pb.extent_starts, "extent_starts"),
     )
 
 
@@ -250,6 +251,7 @@ def write_call_to_pb(call: core.WriteCall, *, incarnation: str = "") -> worker_p
         padding=padding_to_pb(call.padding),
         number=call.number,
         evict_before=evictions_to_pb(call.evict_before),
+        extent_starts=call.extent_starts,
     )
 
 

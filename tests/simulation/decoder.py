@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import (
@@ -25,14 +23,24 @@ from kvservice.core.errors import (
 from kvservice.core.geometry import DType, LayerGeometry
 from kvservice_client import Session
 from kvservice_client._extents import Extent
+from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.worker import PageWorker
+from tests.simulation.states import (
+    DIM,
+    MAX_LENGTH,
+    Array,
+    Places,
+    State,
+    Story,
+    empty,
+    same,
+    same_tokens,
+    some_places,
+)
 from tests.simulation.world import SimClient
 
-DIM = 2
-MAX_LENGTH = 24
 UNKNOWN = (Unavailable, DeadlineExceeded, InternalError)
 
-Array = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 
@@ -46,48 +54,6 @@ class Ended(Exception):
 
 class WrongTokens(AssertionError):
     """What was read or attended to is not what was stored."""
-
-
-@dataclass
-class State:
-    """What a session may hold: by layer and row, keys and values [tokens, 2 * DIM]."""
-
-    layers: list[list[Array]]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.layers[0])
-
-    def lengths(self, layer: int = 0) -> tuple[int, ...]:
-        return tuple(len(row) for row in self.layers[layer])
-
-    def cut(self, keep: tuple[int, ...]) -> State:
-        return State([[row[:n] for row, n in zip(rows, keep, strict=True)] for rows in self.layers])
-
-    def select(self, rows: list[int]) -> State:
-        return State([[layer[row] for row in rows] for layer in self.layers])
-
-    def appended(self, layer: int, tokens: Array) -> State:
-        """Return it with tokens [rows, tokens, 2 * DIM] at the end of a layer."""
-        layers = list(self.layers)
-        layers[layer] = [
-            np.concatenate([row, new]) for row, new in zip(layers[layer], tokens, strict=True)
-        ]
-        return State(layers)
-
-
-def empty(num_layers: int, num_rows: int) -> State:
-    return State([[np.zeros((0, 2 * DIM), np.float32)] * num_rows for _ in range(num_layers)])
-
-
-@dataclass
-class Story:
-    """What survives a decoder's process: its session's id, and what that may hold."""
-
-    session_id: str
-    candidates: list[State]
-    num_layers: int
-    errors: list[str] = field(default_factory=list)
 
 
 class Decoder:
@@ -155,10 +121,10 @@ class Decoder:
             self.num_ops -= 1
             operation = self.rng.choices(
                 [
-                    *(self.step, self.pop, self.select, self.fork),
+                    *(self.step, self.write, self.pop, self.select, self.fork),
                     *(self.branch, self.read, self.reset, self.idle),
                 ],
-                [10, 2, 2, 1, 0.5, 2, 0.5, 1],
+                [8, 2.5, 2, 2, 1, 0.5, 2, 0.5, 1],
             )[0]
             self.loop.note(self.process.name, operation.__name__)
             operation()
@@ -180,14 +146,14 @@ class Decoder:
         for layer in range(self.num_layers):
             tokens = self._fresh(count)
             after = self.state.appended(layer, tokens)
-            self.story.candidates = [before, self.state, after]
+            self.story.holds(before, self.state, after)
             if not self._attend(layer, tokens, after):
                 return None
             self.state = after
-            self.story.candidates = [before, after]
+            self.story.holds(before, after)
             if self.rng.random() < 0.2:
                 self._think()
-        self.story.candidates = [self.state]
+        self.story.holds(self.state)
         if self.rng.random() < 0.2:
             self._query()
         return None
@@ -221,11 +187,74 @@ class Decoder:
                 return True
         raise AssertionError("a call fails for ever")
 
-    def _check_copies(self) -> None:
-        """What was acknowledged is on both copies, or the session knows that there is one."""
+    def write(self) -> None:
+        """Store tokens without attention: a first prompt, one behind a past, or at any positions.
+
+        One layer after the other; at a failure it is repeated or rolled back.
+        """
+        places = some_places(self.rng, self.state)
+        if places is None:
+            return self.pop()
+        times = self.rng.choice([1, 1, 2]) if places.positions else 1
+        for layer in range(self.num_layers):
+            for _ in range(times):
+                tokens = self._fresh(places.count, len(places.rows))
+                after = self.state.written(layer, places, tokens)
+                if not self._write(layer, places, tokens, after):
+                    return None
+                self.state = after
+                self.story.holds(after)
+            if self.rng.random() < 0.2:
+                self._think()
+        if self.rng.random() < 0.4:
+            self._query()
+        return None
+
+    def _write(self, layer: int, places: Places, tokens: Array, after: State) -> bool:
+        """Write to one layer; return False if that was given up."""
+        session = self._session()
+        k, v = tokens[:, None, :, :DIM], tokens[:, None, :, DIM:]
+        for _ in range(50):
+            is_spread = len(session._mirror.extents) > 1
+            self.story.holds(self.state, after, mixed=self.story.mixed or is_spread)
+            try:
+                session.write(
+                    layer,
+                    k,
+                    v,
+                    positions=places.positions,
+                    rows=places.rows,
+                    padding=places.padding,
+                )
+            except CapacityError:
+                self._resolve()
+                self._make_room()
+                return False
+            except UNKNOWN as error:
+                self._note(error)
+                self.loop.sleep(self.process, self.rng.uniform(0.0, 0.5))
+                if self.rng.random() < 0.3:
+                    self._resolve()
+                    return False
+            except (PagesLost, StaleEpoch, SessionNotFound) as error:
+                self._note(error, session)
+                self._resolve()
+                return False
+            else:
+                self._check_copies(layer)
+                return True
+        raise AssertionError("a write fails for ever")
+
+    def _check_copies(self, layer: int | None = None) -> None:
+        """What was acknowledged is on both copies, or the session knows that there is one.
+
+        Args:
+            layer: Of which the contents are compared too.
+        """
         session = self._session()
         for extent in session._mirror.extents:
             held: list[tuple[int, int, int, dict[int, tuple[int, ...]]]] = []
+            contents: list[Array] = []
             for copy in extent.copies:
                 worker = self.process.world.workers[copy.worker_id].worker
                 here = worker._sessions.peek(ANONYMOUS.tenant, session.id)
@@ -233,12 +262,19 @@ class Decoder:
                     step = 0 if here.step is None else here.step.number
                     epoch = here.epoch - self._is_copied_anew(worker, here.epoch)
                     held.append((epoch, step, here.last_write, here.lengths))
+                    has_twin = extent.twin is not None
+                    if layer is not None and has_twin and any(here.lengths.get(layer, ())):
+                        contents.append(_contents(worker, here, layer))
             if self.replaced:
                 # The successor takes along the copy alone that had more when it looked, and what
                 # was on its way to the other still arrives there: both have answered at this epoch.
                 held = [one for one in held if one[0] <= session._mirror.epoch]
             if held.count(held[0] if held else None) < len(held):
                 raise WrongTokens(f"copies differ: {held}")
+            if not self.replaced and any(
+                not np.array_equal(contents[0], other) for other in contents[1:]
+            ):
+                raise WrongTokens("copies have the same lengths, and not the same tokens")
 
     def _is_copied_anew(self, worker: PageWorker, epoch: int) -> bool:
         """Whether a worker is at the next epoch because a copy of what it holds has been made since
@@ -286,11 +322,12 @@ class Decoder:
         forked = self.state.cut(keep)
         if self.rng.random() < 0.5:
             self.session, self.state = child, forked
-            self.story.session_id, self.story.candidates = child.id, [forked]
+            self.story.session_id = child.id
+            self.story.holds(forked)
             self._try(session.release, session)
         else:
             stored = self._try(lambda: self._stored(child), child)
-            if stored is not None and not _same(stored, forked):
+            if stored is not None and not same(stored, forked):
                 raise WrongTokens("a fork is not its parent")
             self._try(child.release, child)
 
@@ -309,14 +346,14 @@ class Decoder:
             return
         self.kept.append(child)
         stored = self._try(lambda: self._stored(child), child)
-        if stored is not None and not self.replaced and not _same(stored, self.state):
+        if stored is not None and not self.replaced and not same(stored, self.state):
             raise WrongTokens("a branch is not what it was forked from")
         self._try(child.release, child)
 
     def read(self) -> None:
         session = self._session()
         stored = self._try(lambda: self._stored(session), session)
-        if stored is not None and not _same(stored, self.state):
+        if stored is not None and not same(stored, self.state):
             raise WrongTokens("what is read is not what was stored")
 
     def idle(self) -> None:
@@ -331,7 +368,7 @@ class Decoder:
     # -- after errors
 
     def _change(self, change: Callable[[Session], None], after: State) -> None:
-        self.story.candidates = [self.state, after]
+        self.story.holds(self.state, after)
         session = self._session()
         try:
             change(session)
@@ -340,7 +377,7 @@ class Decoder:
             self._resolve()
         else:
             self.state = after
-            self.story.candidates = [after]
+            self.story.holds(after)
 
     def _try(self, call: Callable[[], T], held: Session | None = None) -> T | None:
         """Make a call that changes nothing here; after an error find out where things stand.
@@ -403,26 +440,36 @@ class Decoder:
         if lost and not any(lengths):
             # Of rows it can only be told how many there were where somebody still lives.
             candidates.append(empty(self.num_layers, len(lengths)))
+        # Of the first step of a session that is spread, some workers may have got their share.
+        may_be_part = lost or (self._is_spread() and not any(self.story.candidates[0].lengths()))
         for candidate in reversed(candidates):
             if candidate.num_rows != len(lengths):
                 continue
-            whole = tuple(
-                min(candidate.lengths(layer)[row] for layer in range(self.num_layers))
-                for row in range(candidate.num_rows)
-            )
-            # Of the first step of a session that is spread, some workers may have got their share.
-            may_be_part = lost or (
-                self._is_spread() and not any(self.story.candidates[0].lengths())
-            )
+            whole = candidate.shortest()
             fits = all(map(int.__le__, lengths, whole)) if may_be_part else lengths == whole
-            if fits and _same(stored, candidate.cut(lengths)):
-                self.state = candidate.cut(lengths)
-                self.story.candidates = [self.state]
+            if fits and self._is_one_of(stored, candidate.cut(lengths), candidates):
+                self.state = stored
+                self.story.holds(stored)
                 self.story.errors.clear()
                 self.story.session_id = self._session().id
                 return
         known = [candidate.lengths() for candidate in self.story.candidates]
         raise WrongTokens(f"the session holds {lengths}, it may hold {known}, {lost=}")
+
+    def _is_one_of(self, stored: State, candidate: State, candidates: Sequence[State]) -> bool:
+        """Whether what is stored is a candidate, or what a write has made of it in part."""
+        if not self.story.mixed:
+            return same(stored, candidate)
+        if not same_tokens(stored, candidates):
+            return False
+        return all(
+            not (
+                stored.padding[row]
+                & ~np.logical_or.reduce([one.padding[row][:n] for one in longer])
+            ).any()
+            for row, n in enumerate(map(len, stored.padding))
+            if (longer := [one for one in candidates if len(one.padding[row]) >= n])
+        )
 
     def _is_spread(self) -> bool:
         return self._session()._mirror.spec.spread > 1
@@ -461,7 +508,8 @@ class Decoder:
                 self.kept.append(self.session)
                 self.state = empty(self.num_layers, num_rows)
                 self.story.session_id = self.session.id
-                self.story.candidates = [self.state]
+                self.process.world.opened[self.session.id] = self.process.world.manager
+                self.story.holds(self.state)
                 self.story.errors.clear()
                 return
         raise AssertionError("no session can be opened")
@@ -480,7 +528,9 @@ class Decoder:
                 self.loop.sleep(self.process, self.rng.uniform(0.1, 1.0))
             else:
                 self.kept.append(self.session)
-                if self.session._mirror.find_lost() is not None:  # its next call would say so
+                world, is_lost = self.process.world, self.session._mirror.find_lost() is not None
+                # Nobody can tell, if the manager and all that knew the session have died before.
+                if is_lost or self.session.id in world.reopened:  # its next call would say so
                     self.story.errors.append(PagesLost.reason)
                 self._resolve()
                 return
@@ -514,18 +564,24 @@ class Decoder:
 
     # -- answers
 
-    def _fresh(self, count: int) -> Array:
+    def _fresh(self, count: int, num_rows: int | None = None) -> Array:
         """Return tokens [rows, count, 2 * DIM] that no other has been like."""
-        size = self.state.num_rows * count * 2 * DIM
+        num_rows = self.state.num_rows if num_rows is None else num_rows
+        size = num_rows * count * 2 * DIM
         values = np.array([self.rng.randrange(1, 1 << 20) for _ in range(size)], np.float32)
-        return values.reshape(self.state.num_rows, count, 2 * DIM)
+        return values.reshape(num_rows, count, 2 * DIM)
 
     def _compare(self, out: Any, state: State, layer: int, count: int) -> None:
-        """With q = 0 every visible key weighs the same: the output is the mean of their values."""
+        """With q = 0 every visible key weighs the same: the output is the mean of their values.
+
+        Padding is not seen, and sees nothing.
+        """
         for row, stored in enumerate(state.layers[layer]):
             first = len(stored) - count
-            sums = stored[:, DIM:].astype(np.float64).cumsum(0)[first:]
-            expected = sums / np.arange(first + 1, first + count + 1)[:, None]
+            visible = ~state.padding[row][: len(stored)]
+            values = stored[:, DIM:].astype(np.float64) * visible[:, None]
+            seen = np.maximum(1, visible.cumsum()[first:])[:, None]
+            expected = values.cumsum(0)[first:] / seen * visible[first:, None]
             got = out[row, 0]
             if not (np.abs(got - expected) <= 1e-5 * expected).all():  # nor is NaN close
                 raise WrongTokens(
@@ -542,7 +598,9 @@ class Decoder:
             k, v = session.read(layer)
             both = np.concatenate([k[:, 0], v[:, 0]], axis=2)
             layers.append([both[row, :length] for row, length in enumerate(lengths)])
-        return State(layers)
+        bits = session.padding()
+        longest = [max(map(len, column)) for column in zip(*layers, strict=True)]
+        return State(layers, [bits[row, :length] for row, length in enumerate(longest)])
 
     def _note(self, error: KVServiceError, held: Session | None = None) -> None:
         """Note an error; `held`: of a call on a session that its holder has made."""
@@ -558,9 +616,8 @@ class Decoder:
             assert self.process.world.has_ended(held.id), "not found, and nobody has ended it"
 
 
-def _same(stored: State, expected: State) -> bool:
-    return stored.num_rows == expected.num_rows and all(
-        np.array_equal(one, other)
-        for mine, theirs in zip(stored.layers, expected.layers, strict=True)
-        for one, other in zip(mine, theirs, strict=True)
-    )
+def _contents(worker: PageWorker, session: WorkerSession, layer: int) -> Array:
+    """Return a layer's keys of all positions, as a worker has them."""
+    stop = max(session.lengths[layer])
+    k = worker._tokens.read(session, layer, 0, stop).k
+    return np.frombuffer(k.data, np.float32).reshape(k.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import torch
@@ -15,9 +15,10 @@ from kvservice.core.errors import KVServiceError, SessionNotFound
 from kvservice.core.liveness import DEAD_AFTER_S
 from kvservice.v1 import manager_pb2
 from kvservice_workers.session_state import WorkerSession
-from tests.simulation.decoder import Decoder, Story
+from tests.simulation.decoder import Decoder
 from tests.simulation.loop import Crashed, Loop, Process
 from tests.simulation.network import Weather
+from tests.simulation.states import Story
 from tests.simulation.world import HEARTBEAT_S, MANAGER, TTL_S, SimClient, SimWorker, World
 
 PAGE_BYTES = 2 * 2 * 2 * 4  # 2 tokens of K and V, 2 float32 each, in one layer
@@ -204,8 +205,10 @@ class Scenario:
 
     def _at_point(self, process: Process, name: str) -> None:
         """Let something happen just when a session is on its way."""
-        if name == "move.complete" and self.moving and self.rng.random() < 0.5:
-            self.loop.sleep(process, self.rng.uniform(0.05, 0.6))  # others meet a frozen session
+        # Others meet a frozen session, or write what has been copied.
+        longest_s = {"move.complete": 0.6, "move.copied": 2.0}.get(name, 0.0)
+        if longest_s and self.moving and self.rng.random() < 0.5:
+            self.loop.sleep(process, self.rng.uniform(0.05, longest_s))
         if "move" not in name or self.healing or self.rng.random() >= self.hazard:
             return
         self._note(f"at {name} of {process.name}")
@@ -300,7 +303,7 @@ class Scenario:
             decoder.replaced = True
             self.open_decoders -= 1
             story = decoder.story
-            copied = Story(story.session_id, list(story.candidates), story.num_layers)
+            copied = replace(story, candidates=list(story.candidates), errors=[])
             self._begin(other, num_ops=decoder.num_ops + 2, story=copied)
         self.loop.later(0.2, lambda: self._bring_back(client, left, list(other.decoders)))
 

@@ -22,12 +22,15 @@ from kvservice_client._copies import Copies
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._outcomes import FAILED
+from kvservice_client._tokens import TokenAccess as ClientAccess
+from kvservice_workers import arrivals, token_access
 from kvservice_workers.changes import Changes as WorkerChanges
 from kvservice_workers.data_plane.answers import Answers
 from kvservice_workers.layer_group import LayerGroup
 from kvservice_workers.leases import Leases
 from kvservice_workers.page_table import PageTable
 from kvservice_workers.session_state import WorkerSession
+from kvservice_workers.token_access import TokenAccess as WorkerAccess
 from tests.simulation.scenario import run_seed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -202,6 +205,59 @@ def a_copy_that_was_made_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Copies, "look_for", lambda self, extent: None)
 
 
+# Of keys and values that are stored without attention.
+def writes_reach_one_copy(patch: pytest.MonkeyPatch) -> None:
+    def write_to(self: ClientAccess, extent: Any, call: Any) -> None:
+        self._links.write(extent, call)
+
+    patch.setattr(ClientAccess, "_write_to", write_to)
+
+
+def writes_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvservice_workers.token_access._check_number", lambda session, number: None)
+
+
+def a_late_write_changes_the_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(token_access, "_is_carried_out", lambda session, number: False)
+
+
+def what_a_write_changes_meanwhile_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def put(self: WorkerAccess, group: LayerGroup, *tokens: Any) -> None:
+        written, group.written = group.written, None
+        try:
+            original(self, group, *tokens)
+        finally:
+            group.written = written
+
+    original = WorkerAccess._put
+    patch.setattr(WorkerAccess, "_put", put)
+
+
+def a_moved_session_counts_writes_anew(patch: pytest.MonkeyPatch) -> None:
+    def become(session: WorkerSession, state: Any, source: str) -> None:
+        original(session, state, source)
+        session.last_write = 0
+
+    original = arrivals._become
+    patch.setattr(arrivals, "_become", become)
+
+
+def gaps_show_what_was_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerAccess, "_zero_gaps", lambda self, *written: None)
+
+
+def gaps_are_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvservice_workers.token_access._mark_gaps", lambda *written: None)
+
+
+def an_extent_begins_behind_a_gap(patch: pytest.MonkeyPatch) -> None:
+    def starts(session: WorkerSession, told: Any, rows: Any, positions: Any) -> list[int]:
+        return original(session, (), rows, positions)
+
+    original = token_access._write_starts
+    patch.setattr(token_access, "_write_starts", starts)
+
+
 # With a seed that has found it: where to begin, so that little is spent on those that do not.
 MUTANTS: Final = {
     what_is_written_meanwhile_is_forgotten: 30,
@@ -222,6 +278,14 @@ MUTANTS: Final = {
     steps_reach_one_copy: 0,
     a_copy_is_promoted_from_an_epoch_before: 0,
     what_was_given_up_is_told_on: 75,
+    writes_reach_one_copy: 0,
+    writes_are_not_counted: 0,
+    a_late_write_changes_the_step: 0,
+    what_a_write_changes_meanwhile_is_forgotten: 0,
+    a_moved_session_counts_writes_anew: 0,
+    gaps_show_what_was_there: 0,
+    gaps_are_seen: 0,
+    an_extent_begins_behind_a_gap: 0,
 }
 
 

@@ -66,6 +66,10 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.clients: list[SimClient] = []
         self.ended: set[str] = set()  # sessions of which a worker has ended something
+        # Sessions whose holder was told that they are open, by the manager's life that has told it;
+        # and those that a late copy of the request may have opened again, in another life.
+        self.opened: dict[str, SimManager] = {}
+        self.reopened: set[str] = set()
         self.expected = num_workers
         self.at_point: Callable[[Process, str], None] = lambda process, name: None
         self.manager = SimManager(self)
@@ -139,6 +143,7 @@ class SimManager(Process):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.loop, MANAGER)
+        self._world = world
         self._network = world.network
         clock = SimClock(world.loop, self)
         self.manager = PageManager(
@@ -168,6 +173,8 @@ class SimManager(Process):
             self.directory.check()
             return answer
         answered: Message = getattr(self.manager, snake_case(method))(request, caller)
+        if method == "Allocate" and self._world.opened.get(request.session_id, self) is not self:
+            self._world.reopened.add(request.session_id)
         return answered
 
     def _tick(self) -> None:

@@ -11,7 +11,7 @@ from kvservice.core.distribution import POWERS, SECONDS, Histogram
 FREE_REASONS = ("pop", "reset", "select", "evict", "release", "lease_expired", "move")
 FAILURE_REASONS = ("out_of_pages", "quota_exceeded", "too_many_sessions", "draining")
 
-REPLAYED = ("Allocate", "Fork", "Pop", "Reset", "Select", "Attach", "Attend")
+REPLAYED = ("Allocate", "Fork", "Pop", "Reset", "Select", "Attach", "Attend", "Write")
 MOVED = ("moved", "copied", "refused", "conflict", "unavailable", "lost")
 DISCREPANCIES = ("leaked", "double_owned", "missing")
 

@@ -47,6 +47,10 @@ class TokenAccess:
         with self._access.storing(tenant, call.session_id) as session:
             session.check_epoch(call.epoch)
             _check_number(session, call.number)
+            if _is_carried_out(session, call.number):
+                with self._lock:
+                    self._counters.replays["Write"] += 1
+                return tuple(session.layer_lengths(call.layer))
             try:
                 return self._write(session, call)
             except CapacityError as error:
@@ -78,7 +82,7 @@ class TokenAccess:
         if not call.rows:
             return self._evict(session, call)
         rows, positions = np.array(call.rows, np.int64), np.array(call.positions, np.int64)
-        starts = _write_starts(session, rows, positions)
+        starts = _write_starts(session, call.extent_starts, rows, positions)
         lengths = self._lengths_after_write(session, call.layer, starts, rows, positions)
         with self._lock:
             padding = padding_after(session.padding, call.padding, lengths)
@@ -246,6 +250,12 @@ def _check_number(session: WorkerSession, number: int) -> None:
         )
 
 
+def _is_carried_out(session: WorkerSession, number: int) -> bool:
+    """Whether this write is the newest of the epoch. A copy that comes late finds steps that have
+    begun since, and is not to make their calls ones that cannot be repeated."""
+    return bool(number) and number == session.last_write
+
+
 def _write_geometry(call: WriteCall) -> LayerGeometry:
     k, v = call.k, call.v
     if len(k.shape) != 3 or len(v.shape) != 3 or k.shape[:2] != v.shape[:2] or k.dtype != v.dtype:
@@ -261,26 +271,31 @@ def _write_geometry(call: WriteCall) -> LayerGeometry:
     return LayerGeometry(k.shape[1], k.shape[2], v.shape[2], k.dtype)
 
 
-def _write_starts(session: WorkerSession, rows: Ints, positions: Ints) -> list[int]:
-    """Return where the extent starts, which an open one learns from its first tokens."""
+def _write_starts(
+    session: WorkerSession, extent_starts: Sequence[int], rows: Ints, positions: Ints
+) -> list[int]:
+    """Return where the extent starts: an open one is told, or learns it from its first tokens."""
     if rows.min() < 0 or rows.max() >= session.num_rows:
         raise InvalidRequest(f"rows must be below {session.num_rows}")
     if positions.min() < 0:
         raise InvalidRequest("positions must not be negative")
-    if session.starts is None:
+    starts = session.starts
+    if starts is None and extent_starts:
+        session.check_rows(extent_starts, "extent_starts")
+        starts = list(extent_starts)
+    if starts is None:
         if len(np.unique(rows)) < session.num_rows:
             raise InvalidRequest("the first tokens of an extent must name every row")
         return [int(positions[rows == row].min()) for row in range(session.num_rows)]
-    below = positions < np.array(session.starts)[rows]
+    below = positions < np.array(starts)[rows]
     if below.any():
         row = int(rows[below][0])
         raise PositionOutOfRange(
-            f"row {row} begins at {session.starts[row]} here, {int(positions[below][0])} was "
-            "written",
+            f"row {row} begins at {starts[row]} here, {int(positions[below][0])} was written",
             row=row,
-            first=session.starts[row],
+            first=starts[row],
         )
-    return session.starts
+    return starts
 
 
 def _check_not_evicted(
