@@ -196,9 +196,7 @@ class Growth:
                 self._calls.ask(part.worker_id, "Append", note, caller)
 
     def _promise(self, part: Part, request: types_pb2.AppendRequest, caller: Caller) -> Part:
-        """Promise room on one worker. An extent without a start counts from 0."""
-        if not part.info.extents[0].starts:
-            request = copy_of(request, expected_lengths=[0] * len(request.expected_lengths))
+        """Promise room on one worker. An extent that holds nothing begins where the rows end."""
         answer = self._calls.ask(part.worker_id, "Append", request, caller)
         return Part(part.worker_id, session_from_pb(answer.session))
 
@@ -220,14 +218,14 @@ class Growth:
         request: types_pb2.AppendRequest,
         caller: Caller,
     ) -> list[Part] | None:
-        """Promise room on other workers than the tail, in new extents or in those without a start.
+        """Promise room on other workers than the tail, in new extents or those that hold nothing.
 
         Returns:
             The new tail, with all its copies; None if not enough workers have room.
         """
         spec = parts[-1].info.spec
         for spare in parts[:-1]:
-            if spec.replicas > 1 and not spare.info.extents[0].starts:
+            if spec.replicas > 1 and is_empty(spare.info.extents[0]):
                 promised = self._promise_all(_copies(parts, spare), request, caller)
                 if promised is not None:
                     return promised
@@ -244,7 +242,7 @@ class Growth:
         for worker_id in self._directory.ranked():
             part = held.get(worker_id)
             if part is not None and (
-                part is parts[-1] or part.info.extents[0].starts or spec.replicas > 1
+                part is parts[-1] or not is_empty(part.info.extents[0]) or spec.replicas > 1
             ):
                 continue  # it has positions already, which the new ones would not follow
             fresh: list[Part] = []

@@ -10,6 +10,7 @@ import pytest
 
 from kvservice_client import Client, DType, InvalidRequest, LayerGeometry, OutOfPages
 from kvservice_client._room import find_room
+from tests.backends import Backend
 from tests.contract.conftest import Start
 from tests.driving import Driver, close
 
@@ -224,18 +225,48 @@ def test_a_tail_that_was_never_filled_is_cut(start: Start) -> None:
     driver.check_stored()
 
 
-def test_room_that_was_found_and_not_used(start: Start) -> None:
-    """A step that has found room on another worker, and was stored nowhere: the rows are cut."""
-    backend = start(num_workers=2, memory_bytes=8 * 2 * PAGE_BYTES)
-    driver = Driver.open(backend.connect(), num_rows=1, page_size=4, spread=2, layers=LAYERS)
+def find_room_behind(backend: Backend, count: int) -> tuple[Driver, Driver]:
+    """Return a session of 3 tokens on a worker that is full, with room for more on another one; and
+    the one that fills it."""
+    client = backend.connect()
+    driver = Driver.open(client, num_rows=1, page_size=4, spread=2, layers=LAYERS)
     driver.step(3)
     session = driver.session
     tail = session._mirror.tail
-    assert find_room(session._mirror, session._links, 31) is None
+    while True:
+        kept = Driver.open(client, num_rows=1, page_size=4, layers=LAYERS)
+        if kept.session._mirror.tail.worker_id == tail.worker_id:
+            break
+    kept.step(28)  # all that is left there
+    backend.beat()
+    assert find_room(session._mirror, session._links, count) is None
     assert session._mirror.tail is not tail
+    return driver, kept
+
+
+def test_room_that_was_found_and_not_used(start: Start) -> None:
+    """A step that has found room on another worker, and was stored nowhere: the rows are cut."""
+    backend = start(num_workers=2, memory_bytes=8 * 2 * PAGE_BYTES)
+    driver, kept = find_room_behind(backend, 4)
     driver.pop(1)
     driver.step(2)
     driver.check_stored()
+    kept.check_stored()
+
+
+@pytest.mark.parametrize("counts", [(4,), (1, 3), (2, 1, 1)])
+def test_room_that_was_found_is_there(start: Start, counts: tuple[int, ...]) -> None:
+    """On a worker that got none of a short prompt, though the next tokens begin in the middle of a
+    page: whoever else comes, and in however many steps they are fed."""
+    backend = start(num_workers=2, memory_bytes=8 * 2 * PAGE_BYTES)
+    driver, kept = find_room_behind(backend, sum(counts))
+    other = Driver.open(backend.connect(), num_rows=1, page_size=4, layers=LAYERS)
+    with pytest.raises(OutOfPages):
+        exhaust(other.step)
+    for count in counts:
+        driver.step(count)
+    driver.check_stored()
+    kept.check_stored()
 
 
 def test_a_tail_that_has_gone_back_grows_again(start: Start) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvservice.clock import Clock
-from kvservice.core.errors import InvalidRequest, StaleEpoch
+from kvservice.core.errors import InvalidRequest, KVServiceError, StaleEpoch
 from kvservice.core.session import MAX_ROWS, MAX_TOKENS, SessionInfo
 from kvservice_workers.counters import Counters
 from kvservice_workers.promises import Promises
@@ -56,6 +56,9 @@ class Changes:
     ) -> SessionInfo:
         """Promise room for `token_count` tokens of each row beyond `expected_lengths`.
 
+        An extent that holds nothing begins there from now on, unless it has been told to begin
+        further behind: so the promise is of the very pages that the tokens need.
+
         Raises:
             SessionNotFound, StaleEpoch, Conflict, PositionOutOfRange, InvalidRequest.
             OutOfPages: There is not so much room. Nothing has changed.
@@ -64,13 +67,20 @@ class Changes:
             raise InvalidRequest(f"token_count must be at least 1, got {token_count}")
         with self._access.changing(tenant, session_id) as session:
             session.check_epoch(epoch)
-            session.check_lengths(expected_lengths)
-            targets = [length + token_count for length in expected_lengths]
-            for row, target in enumerate(targets):
-                session.check_bound(row, target)
-            old = session.targets or [0] * session.num_rows
-            targets = [max(pair) for pair in zip(old, targets, strict=True)]
-            self._promises.promise(session, targets)
+            session.check_rows(expected_lengths, "expected_lengths")
+            before = session.starts
+            session.begin_behind(expected_lengths)
+            try:
+                session.check_lengths(expected_lengths)
+                targets = [length + token_count for length in expected_lengths]
+                for row, target in enumerate(targets):
+                    session.check_bound(row, target)
+                old = session.targets or [0] * session.num_rows
+                targets = [max(pair) for pair in zip(old, targets, strict=True)]
+                self._promises.promise(session, targets)
+            except KVServiceError:
+                session.starts = before
+                raise
             return self._access.info(session)
 
     def go_on_elsewhere(

@@ -262,6 +262,15 @@ class WorkerSession:
         if self.begins_at_zero or not is_empty:
             self.check_lengths(expected)
 
+    def begin_behind(self, lengths: Sequence[int]) -> None:
+        """Let an extent that holds nothing begin where the session's rows end, if that is behind
+        where it would begin now. One of an empty session is left open: its share of the first
+        tokens may be any."""
+        if self.begins_at_zero or self.lengths or not any(lengths):
+            return
+        if self.starts is None or all(map(ge, lengths, self.starts)):
+            self.starts = list(lengths)
+
     def check_bound(self, row: int, length: int) -> None:
         self.quota.check("tokens", length)
         bound = self.spec.max_tokens
