@@ -20,6 +20,8 @@ def address(request: Any, extent: Extent | core.Extent, lease: Lease) -> None:
     fields = request.DESCRIPTOR.fields_by_name
     if "incarnation" in fields:
         request.incarnation = extent.incarnation
+    if "stays" in fields and request.stays:
+        request.stays[:] = [extent.stay]
     if "capability" in fields:
         request.capability = capability
     elif capability and "capabilities" in fields:

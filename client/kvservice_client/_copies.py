@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from kvservice.core import session as core
 from kvservice.core.errors import KVServiceError, SessionNotFound, WorkerLost
-from kvservice.v1 import types_pb2
+from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.names import WORKER
 from kvservice_client._addressing import address
 from kvservice_client._connections import Connections
@@ -39,36 +39,58 @@ class Copies:
             self.finds_new(extent)
 
     def finds_new(self, extent: Extent) -> bool:
-        """Whether an extent is at the next epoch because a copy of it was made; note that if so.
+        """Whether an extent is at a later epoch because a copy of it was made; note that if so.
 
         Should there be another one, then whoever had the new one made has missed it: it is given
-        up, for it is an epoch behind.
+        up, for it is an epoch behind. What is asked may itself be the new one, which has come where
+        one was before: then all others are given up, known or not.
 
         Raises:
             WorkerLost: Nobody says. The call may be repeated.
         """
-        try:
-            to = self._whereabouts.ask_where_to(extent)
-        except SessionNotFound:
+        to = self._ask_for_new(extent)
+        if to is None:
             return False
-        except KVServiceError as error:
-            raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
-        if to.copied_at_epoch != self._mirror.epoch + 1:
-            return False
-        missed = self._mirror.other_copy(extent)
-        if missed is not None and missed.address == to.address:
-            # Its worker lives another life by now, which has the new copy.
-            missed.lost = missed.replaced = True
-            missed.close_stream()
-            self._mirror.give_up(missed)
-        elif missed is not None:
-            self.give_up(missed)
-        told = core.Extent(to.worker_id, to.address, to.incarnation)
-        self._mirror.found(extent, told)
+        mirror, other = self._mirror, self._mirror.other_copy(extent)
+        if len(mirror.living) == 1:  # no other part has to come along, epoch by epoch
+            mirror.epoch = max(mirror.epoch, to.copied_at_epoch - 1)
+        if to.incarnation == extent.incarnation:
+            extent.stay = to.stay
+            mirror.go_on_twice()
+            if other is not None:
+                self.give_up(other)
+            return True
+        if other is not None and other.incarnation == to.incarnation and other.stay == to.stay:
+            mirror.num_changed += 1  # it is known; one epoch more has begun
+            return True
+        if other is not None and other.address == to.address:
+            # What was there has ended, be it with its worker: now the new copy is.
+            other.lost = other.replaced = True
+            other.close_stream()
+            mirror.give_up(other)
+        elif other is not None:
+            self.give_up(other)
+        told = core.Extent(to.worker_id, to.address, to.incarnation, stay=to.stay)
+        mirror.found(extent, told)
         if to.capability:
             self._lease.capabilities[to.address] = to.capability
         self._whereabouts.show(told, to.ticket)
         return True
+
+    def _ask_for_new(self, extent: Extent) -> worker_pb2.FollowSessionResponse | None:
+        """Ask a worker for the copy with which its epoch has begun; None if there is none.
+
+        Raises:
+            WorkerLost: It does not say. The call may be repeated.
+        """
+        try:
+            to = self._whereabouts.ask_where_to(extent)
+        except SessionNotFound:
+            return None
+        except KVServiceError as error:
+            raise WorkerLost(f"the worker at {extent.address} does not answer: {error}") from error
+        first = to.copied_from_epoch or to.copied_at_epoch - 1
+        return to if first <= self._mirror.epoch < to.copied_at_epoch else None
 
     def holds(self, extent: Extent) -> bool:
         """Whether a worker answers that it holds the session, in the life that we know."""
@@ -92,7 +114,7 @@ class Copies:
         known = self._mirror.give_up(extent)
         assert known, "there is no other copy"
         request = types_pb2.ReleaseRequest(
-            session_ids=[self._mirror.id], epochs=[self._mirror.epoch]
+            session_ids=[self._mirror.id], epochs=[self._mirror.epoch], stays=[extent.stay]
         )
         address(request, extent, self._lease)
         with suppress(KVServiceError):  # or its lease ends

@@ -28,6 +28,7 @@ class Extent:
         capability: What it has issued with the answer that told of it. The lease takes it over.
         group: The number by which the service knows its copies.
         twin: The other copy, on another worker: asked for nothing, but told all that changes.
+        stay: By which the worker knows the session's time there. Empty: it was not told.
     """
 
     address: str
@@ -42,6 +43,7 @@ class Extent:
     capability: bytes = field(default=b"", repr=False)
     group: int = 0
     twin: Extent | None = None
+    stay: str = ""
 
     @property
     def copies(self) -> tuple[Extent, ...]:
@@ -149,6 +151,7 @@ def _pair(extent: Extent, told: Sequence[core.Extent]) -> None:
             )
         if known is not None:
             known.capability = one.capability or known.capability
+            known.stay = one.stay or known.stay
 
 
 def cut_into_parts(counts: Sequence[int], num_parts: int, page_size: int) -> list[Lengths]:

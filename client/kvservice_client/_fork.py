@@ -98,12 +98,20 @@ def _child_of(extent: Extent, answer: types_pb2.Session) -> Extent:
         extent.worker_id,
         capability=told.capability,
         group=told.group,
+        stay=told.stay,
     )
 
 
 def _give_back(links: Links, child_id: str, address: str) -> None:
     """Release a child where its parent was before it moved: it may have been forked there too,
-    without an answer. What cannot be reached will expire."""
-    request = types_pb2.ReleaseRequest(session_ids=[child_id])
+    without an answer. What cannot be reached will expire.
+
+    The child that is used may have come there since: what has moved in is that one.
+    """
+    look = types_pb2.GetSessionRequest(session_id=child_id, look_only=True)
     with suppress(KVServiceError):
-        links.connections.ask(address, "Release", request, timeout_s=GIVE_BACK_S)
+        found = links.connections.ask(address, "GetSession", look, timeout_s=GIVE_BACK_S)
+        extent = found.session.extents[0]
+        if not extent.replaces:
+            request = types_pb2.ReleaseRequest(session_ids=[child_id], stays=[extent.stay])
+            links.connections.ask(address, "Release", request, timeout_s=GIVE_BACK_S)

@@ -96,6 +96,7 @@ class Mirror:
         # How often copies were given up or found, and after how many of those all have gone on.
         self.num_changed = 0
         self.num_settled = 0
+        self._goes_further = False
 
     @property
     def tail(self) -> Extent:
@@ -355,7 +356,13 @@ class Mirror:
         for one in self.living:
             if extent is one and one.twin is None:
                 one.twin = Extent(
-                    told.address, told.incarnation, (), (), told.worker_id, group=one.group
+                    told.address,
+                    told.incarnation,
+                    (),
+                    (),
+                    told.worker_id,
+                    group=one.group,
+                    stay=told.stay,
                 )
                 if self.step is not None and one in self.step.greeted:
                     self.step.greeted.append(one.twin)
@@ -365,6 +372,15 @@ class Mirror:
         copies."""
         self.epoch += 1
         self.num_settled = num_changed
+        if self._goes_further:
+            self._goes_further = False
+            self.num_changed += 1
+
+    def go_on_twice(self) -> None:
+        """Let all go to the next epoch, and then to one more: there may be copies at the first of
+        which nobody here knows."""
+        self.num_changed += 1
+        self._goes_further = True
 
     def _next_epoch(self) -> None:
         self.epoch += 1

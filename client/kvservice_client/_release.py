@@ -48,7 +48,9 @@ def settle_extents(mirror: Mirror, links: Links) -> None:
 
 def _give_back(mirror: Mirror, links: Links, extent: Extent) -> bool:
     """Release what a worker holds of the session; return False if it cannot be reached."""
-    request = types_pb2.ReleaseRequest(session_ids=[mirror.id], epochs=[mirror.epoch])
+    request = types_pb2.ReleaseRequest(
+        session_ids=[mirror.id], epochs=[mirror.epoch], stays=[extent.stay]
+    )
     try:
         links.unary(extent, "Release", request)
     except FAILED:

@@ -51,7 +51,13 @@ class Whereabouts:
         ticket = 0
         try:
             to = self.ask_where_to(extent)
-            told = core.Extent(to.worker_id, to.address, to.incarnation, capability=to.capability)
+            told = core.Extent(
+                to.worker_id,
+                to.address,
+                to.incarnation,
+                capability=to.capability,
+                stay=to.stay,
+            )
             ticket = to.ticket
         except SessionNotFound:
             return  # it has come back
@@ -71,6 +77,7 @@ class Whereabouts:
         extent.close_stream()
         extent.worker_id, extent.address = told.worker_id, told.address
         extent.incarnation, extent.capability = told.incarnation, told.capability
+        extent.stay = told.stay
         for other in self._mirror.everywhere:
             if other is not extent and other.incarnation == told.incarnation:
                 self._make_way(other)

@@ -16,18 +16,26 @@ MAX_REPLACED: Final = 16
 """As many of the lives that held an extent before are remembered."""
 
 
+def stay_by(source: str, ticket: int) -> str:
+    """Return how the stay of a session is called that one life of a worker has handed over by a
+    ticket, which it gives once: both sides know it without asking."""
+    return f"{source}>{ticket}"
+
+
 @dataclass(frozen=True, slots=True)
 class MovedTo:
     """The worker that has taken a session over.
 
     Fields:
         ticket: By which it did: it knows itself by then, or believes whoever shows this.
+        stay: That has begun there with it; see `stay_by`.
     """
 
     worker_id: str
     address: str
     incarnation: str
     ticket: int
+    stay: str = ""
 
     def error(self) -> SessionMoved:
         """Return what callers are told who come too late."""
@@ -74,6 +82,9 @@ class SessionState:
     Fields:
         origin: The request that opened it, to recognise a repeat; as a worker's `Opening` notes it.
         last_change: The newest structural change, likewise.
+        change_before: The one before, if the last one was only to go on.
+        copied: The worker that has got a copy, and the epoch that has begun with it.
+        unheard_from: Since which epoch copies were made of which the holder has not heard; 0: none.
         lengths: By layer, of those that have stored something; per row.
         geometries: By layer, of those whose shape is known.
         targets: Per row: up to where room is promised. None: none is.
@@ -89,6 +100,9 @@ class SessionState:
     origin: Hashable
     epoch: int
     last_change: Hashable
+    change_before: Hashable
+    copied: tuple[MovedTo, int] | None
+    unheard_from: int
     last_step: int
     step: StepState | None
     begins_at_zero: bool

@@ -112,6 +112,7 @@ class Extent:
     there are none. An extent without a worker, in the answer to Attach, is lost, and all that
     follows its `starts`. `replaces` are lives of workers from which the extent was moved here, and
     on which the session does not go on behind it: what one of these holds now is another extent.
+    `stay` names the time from when it was opened or came there until it ends there.
     """
 
     worker_id: str
@@ -123,6 +124,7 @@ class Extent:
     capability: bytes = field(default=b"", repr=False)
     group: int = 0
     replaces: tuple[str, ...] = ()
+    stay: str = ""
 
     @property
     def followers(self) -> tuple[str, ...]:

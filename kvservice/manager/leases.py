@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from kvservice.core.caller import Caller
-from kvservice.core.errors import KVServiceError
+from kvservice.core.errors import InvalidRequest, KVServiceError
 from kvservice.manager.calls import WorkerCalls
 from kvservice.manager.directory import SharedDirectory
 from kvservice.manager.parts import Part
@@ -24,6 +24,8 @@ class Leases:
     def release(self, request: types_pb2.ReleaseRequest, caller: Caller) -> int:
         """Free sessions wherever they are; return how many there were."""
         epochs, unsettled = convert.release_from_pb(request)
+        if request.stays:
+            raise InvalidRequest("stays are for workers only")
 
         def asked(mine: Sequence[str]) -> types_pb2.ReleaseRequest:
             return types_pb2.ReleaseRequest(
@@ -76,10 +78,15 @@ class Leases:
         return [session_id for session_id in session_ids if session_id in missing]
 
     def undo(self, session_id: str, parts: Sequence[Part], caller: Caller) -> None:
-        """Free what was opened on the way to a failure. What cannot be reached will expire."""
+        """Free what was opened on the way to a failure. What cannot be reached will expire.
+
+        A copy of the request that arrives late leaves what may be opened there again.
+        """
         for part in parts:
             with suppress(KVServiceError):
-                request = types_pb2.ReleaseRequest(session_ids=[session_id])
+                request = types_pb2.ReleaseRequest(
+                    session_ids=[session_id], stays=[part.info.extents[0].stay]
+                )
                 self._calls.ask(part.worker_id, "Release", request, caller)
             self._directory.end((caller.tenant, session_id), part.worker_id)
 

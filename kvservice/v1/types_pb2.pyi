@@ -84,7 +84,7 @@ class SessionSpec(_message.Message):
     def __init__(self, row_count: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerSpec, _Mapping]]] = ..., page_size: _Optional[int] = ..., max_tokens: _Optional[int] = ..., reserve_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica_count: _Optional[int] = ..., spread: _Optional[int] = ...) -> None: ...
 
 class Extent(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by", "replaces", "group")
+    __slots__ = ("worker_id", "address", "incarnation", "starts", "stops", "capability", "followed_by", "replaces", "group", "stay")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class Extent(_message.Message):
     FOLLOWED_BY_FIELD_NUMBER: _ClassVar[int]
     REPLACES_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    STAY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
@@ -103,7 +104,8 @@ class Extent(_message.Message):
     followed_by: str
     replaces: _containers.RepeatedScalarFieldContainer[str]
     group: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ..., replaces: _Optional[_Iterable[str]] = ..., group: _Optional[int] = ...) -> None: ...
+    stay: str
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., starts: _Optional[_Iterable[int]] = ..., stops: _Optional[_Iterable[int]] = ..., capability: _Optional[bytes] = ..., followed_by: _Optional[str] = ..., replaces: _Optional[_Iterable[str]] = ..., group: _Optional[int] = ..., stay: _Optional[str] = ...) -> None: ...
 
 class LayerLengths(_message.Message):
     __slots__ = ("lengths",)
@@ -400,16 +402,18 @@ class AttachResponse(_message.Message):
     def __init__(self, session: _Optional[_Union[Session, _Mapping]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session_ids", "capabilities", "epochs", "unsettled_ids")
+    __slots__ = ("session_ids", "capabilities", "epochs", "unsettled_ids", "stays")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     UNSETTLED_IDS_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[str]
     capabilities: _containers.RepeatedScalarFieldContainer[bytes]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     unsettled_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[_Iterable[int]] = ..., unsettled_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    stays: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[bytes]] = ..., epochs: _Optional[_Iterable[int]] = ..., unsettled_ids: _Optional[_Iterable[str]] = ..., stays: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("released_count", "moved_session_ids")

@@ -238,20 +238,40 @@ class FollowSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ...) -> None: ...
 
 class FollowSessionResponse(_message.Message):
-    __slots__ = ("worker_id", "address", "incarnation", "capability", "ticket", "copied_at_epoch")
+    __slots__ = ("worker_id", "address", "incarnation", "capability", "ticket", "copied_at_epoch", "stay", "copied_from_epoch")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     COPIED_AT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAY_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FROM_EPOCH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     incarnation: str
     capability: bytes
     ticket: int
     copied_at_epoch: int
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ..., copied_at_epoch: _Optional[int] = ...) -> None: ...
+    stay: str
+    copied_from_epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., capability: _Optional[bytes] = ..., ticket: _Optional[int] = ..., copied_at_epoch: _Optional[int] = ..., stay: _Optional[str] = ..., copied_from_epoch: _Optional[int] = ...) -> None: ...
+
+class SharedWith(_message.Message):
+    __slots__ = ("worker_id", "address", "incarnation", "ticket", "stay", "epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    STAY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    incarnation: str
+    ticket: int
+    stay: str
+    epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., ticket: _Optional[int] = ..., stay: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PullSessionRequest(_message.Message):
     __slots__ = ("tenant", "session_id", "incarnation", "move_id", "source_worker_id", "source_address", "source_incarnation", "source_is_dead", "keep")
@@ -310,7 +330,7 @@ class CopyStateResponse(_message.Message):
     def __init__(self, copy: _Optional[int] = ..., ticket: _Optional[int] = ..., state: _Optional[_Union[SessionState, _Mapping]] = ...) -> None: ...
 
 class SessionState(_message.Message):
-    __slots__ = ("spec", "row_count", "epoch", "origin", "last_change", "last_change_values", "last_step", "step", "begins_at_zero", "starts", "layers", "groups", "padding", "targets", "followed_by", "last_write", "replaces", "left", "refused_step", "refused_write", "group")
+    __slots__ = ("spec", "row_count", "epoch", "origin", "last_change", "last_change_values", "last_step", "step", "begins_at_zero", "starts", "layers", "groups", "padding", "targets", "followed_by", "last_write", "replaces", "left", "refused_step", "refused_write", "group", "change_before", "change_before_values", "shared_with", "unheard_from")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +352,10 @@ class SessionState(_message.Message):
     REFUSED_STEP_FIELD_NUMBER: _ClassVar[int]
     REFUSED_WRITE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_BEFORE_VALUES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
+    UNHEARD_FROM_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.SessionSpec
     row_count: int
     epoch: int
@@ -353,7 +377,11 @@ class SessionState(_message.Message):
     refused_step: RefusedCall
     refused_write: RefusedCall
     group: int
-    def __init__(self, spec: _Optional[_Union[_types_pb2.SessionSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., epoch: _Optional[int] = ..., origin: _Optional[_Union[SessionOrigin, _Mapping]] = ..., last_change: _Optional[str] = ..., last_change_values: _Optional[_Iterable[int]] = ..., last_step: _Optional[int] = ..., step: _Optional[_Union[StepState, _Mapping]] = ..., begins_at_zero: bool = ..., starts: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., targets: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ..., last_write: _Optional[int] = ..., replaces: _Optional[_Iterable[str]] = ..., left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refused_step: _Optional[_Union[RefusedCall, _Mapping]] = ..., refused_write: _Optional[_Union[RefusedCall, _Mapping]] = ..., group: _Optional[int] = ...) -> None: ...
+    change_before: str
+    change_before_values: _containers.RepeatedScalarFieldContainer[int]
+    shared_with: SharedWith
+    unheard_from: int
+    def __init__(self, spec: _Optional[_Union[_types_pb2.SessionSpec, _Mapping]] = ..., row_count: _Optional[int] = ..., epoch: _Optional[int] = ..., origin: _Optional[_Union[SessionOrigin, _Mapping]] = ..., last_change: _Optional[str] = ..., last_change_values: _Optional[_Iterable[int]] = ..., last_step: _Optional[int] = ..., step: _Optional[_Union[StepState, _Mapping]] = ..., begins_at_zero: bool = ..., starts: _Optional[_Iterable[int]] = ..., layers: _Optional[_Iterable[_Union[LayerState, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[_types_pb2.RowRange, _Mapping]]] = ..., targets: _Optional[_Iterable[int]] = ..., followed_by: _Optional[str] = ..., last_write: _Optional[int] = ..., replaces: _Optional[_Iterable[str]] = ..., left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refused_step: _Optional[_Union[RefusedCall, _Mapping]] = ..., refused_write: _Optional[_Union[RefusedCall, _Mapping]] = ..., group: _Optional[int] = ..., change_before: _Optional[str] = ..., change_before_values: _Optional[_Iterable[int]] = ..., shared_with: _Optional[_Union[SharedWith, _Mapping]] = ..., unheard_from: _Optional[int] = ...) -> None: ...
 
 class RefusedCall(_message.Message):
     __slots__ = ("number", "error")

@@ -185,6 +185,7 @@ class PageWorkerServiceServicer(object):
 
     def Append(self, request, context):
         """Promises room on this worker. Lengths do not change; the same call again promises nothing more.
+        An extent that holds nothing begins behind `expected_lengths` from then on.
         Errors: STALE_EPOCH, CONFLICT, OUT_OF_PAGES, POSITION_OUT_OF_RANGE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

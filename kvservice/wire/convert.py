@@ -82,6 +82,19 @@ def release_from_pb(pb: types_pb2.ReleaseRequest) -> tuple[dict[str, int], froze
     return epochs, unsettled
 
 
+def stays_from_pb(pb: types_pb2.ReleaseRequest) -> dict[str, str]:
+    """Return by session id the stay that is to end, where one is named."""
+    if pb.stays and len(pb.stays) != len(pb.session_ids):
+        raise InvalidRequest(
+            f"stays must be one for each of {len(pb.session_ids)} ids, got {len(pb.stays)}"
+        )
+    return {
+        session_id: incarnation_from_pb(stay)
+        for session_id, stay in zip(pb.session_ids, pb.stays, strict=False)
+        if stay
+    }
+
+
 def list_size_from_pb(pb: types_pb2.ListSessionsRequest) -> int:
     """Return how many sessions a list may have."""
     if not 0 <= pb.page_size <= MAX_LIST_SIZE:
@@ -199,6 +212,7 @@ def extent_to_pb(extent: core.Extent) -> types_pb2.Extent:
         capability=extent.capability,
         group=extent.group,
         replaces=extent.replaces,
+        stay=extent.stay,
     )
 
 
@@ -216,6 +230,7 @@ def extent_from_pb(pb: types_pb2.Extent) -> core.Extent:
         pb.capability,
         not_negative([pb.group], "group")[0],
         tuple(incarnation_from_pb(one) for one in pb.replaces),
+        incarnation_from_pb(pb.stay),
     )
 
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from kvservice.core.errors import CapacityError, InvalidRequest
 from kvservice.core.geometry import HOLE
-from kvservice.core.moving import CopiedPages, GroupState, Refused, SessionState, StepState
+from kvservice.core.moving import (
+    CopiedPages,
+    GroupState,
+    MovedTo,
+    Refused,
+    SessionState,
+    StepState,
+)
 from kvservice.core.session import RowRange
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire import convert
@@ -22,6 +29,7 @@ from kvservice.wire.tensors import tensor_from_pb, tensor_to_pb
 
 def state_to_pb(state: SessionState) -> worker_pb2.SessionState:
     verb, values = _change_to_pb(state.last_change)
+    verb_before, values_before = _change_to_pb(state.change_before)
     return worker_pb2.SessionState(
         spec=convert.spec_to_pb(state.spec),
         row_count=state.num_rows,
@@ -29,6 +37,10 @@ def state_to_pb(state: SessionState) -> worker_pb2.SessionState:
         origin=_origin_to_pb(state.origin),
         last_change=verb,
         last_change_values=values,
+        change_before=verb_before,
+        change_before_values=values_before,
+        unheard_from=state.unheard_from,
+        shared_with=None if state.copied is None else _shared_to_pb(*state.copied),
         last_step=state.last_step,
         step=None if state.step is None else _step_to_pb(state.step),
         begins_at_zero=state.begins_at_zero,
@@ -67,6 +79,9 @@ def state_from_pb(pb: worker_pb2.SessionState) -> SessionState:
         origin=_origin_from_pb(pb.origin),
         epoch=at_least_one(pb.epoch, "epoch"),
         last_change=_change_from_pb(pb.last_change, pb.last_change_values),
+        change_before=_change_from_pb(pb.change_before, pb.change_before_values),
+        unheard_from=not_negative([pb.unheard_from], "unheard_from")[0],
+        copied=_shared_from_pb(pb.shared_with) if pb.HasField("shared_with") else None,
         last_step=not_negative([pb.last_step], "last_step")[0],
         step=_step_from_pb(pb.step) if pb.HasField("step") else None,
         begins_at_zero=pb.begins_at_zero,
@@ -217,7 +232,24 @@ def _change_from_pb(verb: str, values: Iterable[int]) -> Hashable:
     listed = tuple(values)
     if not verb:
         return None
-    return (verb, listed) if verb in ("pop", "select") else verb
+    return (verb, listed) if listed or verb in ("pop", "select") else verb
+
+
+def _shared_to_pb(to: MovedTo, epoch: int) -> worker_pb2.SharedWith:
+    return worker_pb2.SharedWith(
+        worker_id=to.worker_id,
+        address=to.address,
+        incarnation=to.incarnation,
+        ticket=to.ticket,
+        stay=to.stay,
+        epoch=epoch,
+    )
+
+
+def _shared_from_pb(pb: worker_pb2.SharedWith) -> tuple[MovedTo, int]:
+    incarnation, stay = map(convert.incarnation_from_pb, (pb.incarnation, pb.stay))
+    to = MovedTo(pb.worker_id, pb.address, incarnation, pb.ticket, stay)
+    return to, at_least_one(pb.epoch, "epoch")
 
 
 def _origin_to_pb(origin: Hashable) -> worker_pb2.SessionOrigin:

@@ -466,13 +466,18 @@ def held_at(backend: Backend, session_id: str) -> list[int]:
     ]
 
 
-def restore(backend: Backend, driver: Driver) -> None:
-    """Wait until the manager has had the copy made that a session lacks."""
+def restore(backend: Backend, driver: Driver, times: int = 1) -> None:
+    """Wait until the manager has had the copy made that a session lacks.
+
+    Args:
+        times: The how many-th since its holder has heard of one.
+    """
     before = driver.session.epoch
 
     def is_there() -> bool:
         backend.manager.look_after_moves()
-        return held_at(backend, driver.session.id) == [before + 1] * 2
+        is_over = not backend.manager._moves._looked_after
+        return is_over and held_at(backend, driver.session.id) == [before + times] * 2
 
     backend.beat()
     eventually(is_there, timeout_s=20.0)
@@ -503,6 +508,56 @@ def test_a_copy_is_made_again_and_again(start: Start) -> None:
         driver.check_stored()
     driver.step(3)
     check_equal(backend, driver)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_holder_that_was_idle_for_long(
+    start_here: Start, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody renews the lease of a copy of which the holder has not heard, and it is made again:
+    the session is the holder's as before."""
+    monkeypatch.setattr(moves, "MISSING_FOR_S", 0.1)
+    backend = start_here(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), num_rows=1, replicas=2, page_size=4)
+    driver.step(6)
+    lose_one(backend, driver)
+    source = driver.session._mirror.tail.worker_id
+    other = backend.workers[1 - backend.index_of(source)]
+    for time in range(times):
+        restore(backend, driver, time + 1)
+        if time < times - 1:
+            other.leases.release(TENANT, [driver.session.id])
+    driver.step()
+    assert [len(group) for group in copies(driver)] == [2]
+    driver.pop(2)
+    driver.step(3)
+    check_equal(backend, driver)
+    driver.check_stored()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_copy_that_has_come_where_one_was(
+    start_here: Start, dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease was over while its holder was cut off from it, and it was made again, by a worker
+    that may have died since."""
+    monkeypatch.setattr(moves, "MISSING_FOR_S", 0.1)
+    backend = start_here(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), num_rows=1, replicas=2, page_size=4)
+    driver.step(6)
+    [[asked, other]] = copies(driver)
+    backend.workers[backend.index_of(asked.worker_id)].leases.release(TENANT, [driver.session.id])
+    restore(backend, driver)
+    if dies:
+        backend.kill(backend.index_of(other.worker_id))
+    driver.step()
+    if dies:
+        backend.restart(backend.index_of(other.worker_id))
+    restore(backend, driver)
+    driver.step()
+    assert [len(group) for group in copies(driver)] == [2]
+    check_equal(backend, driver)
+    driver.check_stored()
 
 
 @pytest.mark.parametrize("change", CHANGES)

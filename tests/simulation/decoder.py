@@ -89,6 +89,7 @@ class Decoder:
         self.kept: list[Session] = []  # so that no finalizer runs at a time of its own
         self.replaced = False  # by another decoder, which goes on with the session
         self.ends_unaware = False  # of that, where it has not been told yet
+        self.num_taken: dict[str, int] = {}  # how often each session, when this one had it
         self._on_done = on_done
         self._may_fail = may_fail
 
@@ -260,7 +261,7 @@ class Decoder:
                 here = worker._sessions.peek(ANONYMOUS.tenant, session.id)
                 if worker.config.incarnation == copy.incarnation and here is not None:
                     step = 0 if here.step is None else here.step.number
-                    epoch = here.epoch - self._is_copied_anew(worker, here.epoch)
+                    epoch = here.epoch - self._num_copied_anew(worker, here.epoch)
                     held.append((epoch, step, here.last_write, here.lengths))
                     has_twin = extent.twin is not None
                     if layer is not None and has_twin and any(here.lengths.get(layer, ())):
@@ -276,12 +277,14 @@ class Decoder:
             ):
                 raise WrongTokens("copies have the same lengths, and not the same tokens")
 
-    def _is_copied_anew(self, worker: PageWorker, epoch: int) -> bool:
-        """Whether a worker is at the next epoch because a copy of what it holds has been made since
-        it has answered: we hear of that with the next call alone."""
+    def _num_copied_anew(self, worker: PageWorker, epoch: int) -> int:
+        """By how many epochs a worker is further because copies of what it holds have been made
+        since it has answered: we hear of that with the next call alone."""
         session = self._session()
         copied = worker.departures.find_successor(ANONYMOUS.tenant, session.id)
-        return copied is not None and epoch == session.epoch + 1
+        if copied is None or copied.copied_from_epoch > session.epoch:
+            return 0
+        return max(0, epoch - session.epoch)
 
     def _query(self) -> None:
         """Attend without new tokens."""
@@ -528,6 +531,7 @@ class Decoder:
                 self.loop.sleep(self.process, self.rng.uniform(0.1, 1.0))
             else:
                 self.kept.append(self.session)
+                self.num_taken[self.session.id] = self.process.world.taken[self.session.id]
                 world, is_lost = self.process.world, self.session._mirror.find_lost() is not None
                 # Nobody can tell, if the manager and all that knew the session have died before.
                 if is_lost or self.session.id in world.reopened:  # its next call would say so
@@ -611,6 +615,9 @@ class Decoder:
         if isinstance(error, CapacityError):
             return  # small workers are full now and then
         assert self._may_fail(error), f"an error without a cause: {error.reason}: {error}"
+        if isinstance(error, StaleEpoch) and held is not None:
+            taken = self.process.world.taken[held.id]
+            assert taken > self.num_taken.get(held.id, 0), "taken over, and nobody has attached"
         if isinstance(error, SessionNotFound) and held is not None:
             # What has gone with a worker is lost, and said to be: that is another error.
             assert self.process.world.has_ended(held.id), "not found, and nobody has ended it"
@@ -619,5 +626,5 @@ class Decoder:
 def _contents(worker: PageWorker, session: WorkerSession, layer: int) -> Array:
     """Return a layer's keys of all positions, as a worker has them."""
     stop = max(session.lengths[layer])
-    k = worker._tokens.read(session, layer, 0, stop).k
+    k = worker.tokens._read(session, layer, 0, stop).k
     return np.frombuffer(k.data, np.float32).reshape(k.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, Final
@@ -70,6 +71,7 @@ class World:
         # and those that a late copy of the request may have opened again, in another life.
         self.opened: dict[str, SimManager] = {}
         self.reopened: set[str] = set()
+        self.taken: Counter[str] = Counter()  # how often somebody has attached to a session
         self.expected = num_workers
         self.at_point: Callable[[Process, str], None] = lambda process, name: None
         self.manager = SimManager(self)
@@ -268,6 +270,8 @@ class SimWorker(Process):
         answer: Message
         try:
             answer = getattr(self._service, snake_case(method))(request, caller)
+            if method == "Attach" and not request.keep_step:
+                self._world.taken[request.session_id] += 1
         finally:
             self._has_worked = True
             if method in ON_ONE_SESSION:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 
 from kvservice.core.errors import Draining, TooManySessions
@@ -25,6 +26,7 @@ class Admission:
 
     def __init__(
         self,
+        incarnation: str,
         max_sessions: int,
         sessions: SessionTable,
         arriving: ArrivalTable,
@@ -32,6 +34,8 @@ class Admission:
         counters: Counters,
     ) -> None:
         self.draining = False
+        self._incarnation = incarnation
+        self._numbers = itertools.count(1)  # of stays: none is ever given twice
         self.max_sessions = max_sessions
         self._sessions = sessions
         self._arriving = arriving
@@ -67,4 +71,6 @@ class Admission:
         self.check()
         tenant, _ = key
         self._usage.check_sessions(tenant, spec, is_counted=is_counted)
-        return WorkerSession(key, spec, origin, self._usage.quota_of(tenant))
+        session = WorkerSession(key, spec, origin, self._usage.quota_of(tenant))
+        session.stay = f"{self._incarnation}/{next(self._numbers)}"
+        return session

@@ -6,7 +6,7 @@ import threading
 
 from kvservice.clock import Clock
 from kvservice.core.errors import AlreadyExists, Conflict, KVServiceError
-from kvservice.core.moving import SessionState
+from kvservice.core.moving import SessionState, stay_by
 from kvservice_workers.admission import Admission
 from kvservice_workers.arrival import Arrival, ArrivalTable
 from kvservice_workers.moved_state import become, set_tables
@@ -99,6 +99,7 @@ class Arrivals:
             for group in state.groups:
                 copies = {page: one.page for page, one in arrival.copied[group.window].items()}
                 set_tables(arrival.session.groups[group.window], group, copies)
+            arrival.session.stay = stay_by(arrival.source, ticket)
             arrival.complete, arrival.ticket = True, ticket
             arrival.ends_at = self._clock.monotonic() + state.left_s
             try:
@@ -122,7 +123,7 @@ class Arrivals:
                 self._arriving.remove(arrival)
                 arrival.here = True
                 if arrival.keeps:
-                    arrival.session.go_on()
+                    arrival.session.go_on_with_copy()
                 left_s = max(0.0, arrival.ends_at - self._clock.monotonic())
                 self._sessions.add(arrival.session, left_s)
             return arrival.here
@@ -142,11 +143,13 @@ class Arrivals:
                 arrival.gone = True
                 self._structure.free(arrival.session, "move")
 
-    def release(self, key: SessionKey, up_to: float, *, unsettled: bool) -> None:
+    def release(self, key: SessionKey, up_to: float, stay: str, *, unsettled: bool) -> None:
         """Give up a session that its holder wants no more; see `WorkerSession.ends_by_release`."""
         with self._lock:
             arrival = self._arriving.find(key)
-            if arrival is not None and arrival.session.ends_by_release(up_to, unsettled=unsettled):
+            if arrival is not None and arrival.session.ends_by_release(
+                up_to, stay, unsettled=unsettled
+            ):
                 self.drop(arrival)
 
     def expire(self) -> int:

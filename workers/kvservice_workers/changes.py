@@ -219,6 +219,8 @@ class Changes:
             if not self._is_repeat(session, epoch, GO_ON):
                 session.go_on()
                 self._sessions.changed(session)
+            if epoch == session.epoch - 1:  # the holder is here
+                session.unheard_from = 0
             return self._access.info(session)
 
     # -- inside
@@ -232,7 +234,8 @@ class Changes:
         if epoch == session.epoch:
             return False
         known = (session.epoch - 1, session.last_change), (session.epoch - 2, session.change_before)
-        if (epoch, change) in known:
+        went_on = change == GO_ON and 0 < session.unheard_from <= epoch < session.epoch
+        if went_on or (epoch, change) in known:
             verb = change if isinstance(change, str) else change[0]
             self._counters.replays[verb.capitalize()] += 1
             return True

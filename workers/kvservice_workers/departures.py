@@ -20,6 +20,7 @@ from kvservice_workers.moved_state import state_of
 from kvservice_workers.session_state import Copy, Freeze, WorkerSession
 from kvservice_workers.session_table import SessionTable
 from kvservice_workers.structure import Structure
+from kvservice_workers.worker_config import WorkerConfig
 
 FREEZE_S: Final = 0.5
 """How long a session waits for who wants to take it over."""
@@ -35,11 +36,14 @@ class Successor:
     Fields:
         ttl_s: The session's, in seconds.
         copied_at_epoch: Both hold it since this epoch began. 0: it has moved.
+        copied_from_epoch: Since when nothing has happened but copies, of which the holder has not
+            heard: it is still the holder at this epoch, and later ones.
     """
 
     to: MovedTo
     ttl_s: float
     copied_at_epoch: int = 0
+    copied_from_epoch: int = 0
 
 
 class Departures:
@@ -54,12 +58,14 @@ class Departures:
 
     def __init__(
         self,
+        config: WorkerConfig,
         lock: threading.RLock,
         sessions: SessionTable,
         structure: Structure,
         clock: Clock,
         failpoints: Failpoints,
     ) -> None:
+        self._config = config
         self._lock = lock  # the worker's
         self._sessions = sessions
         self._structure = structure
@@ -138,14 +144,19 @@ class Departures:
             Conflict: It is not frozen by this ticket (any more), or is about to be changed.
         """
         with self._using(tenant, session_id) as session:
-            if session.copied is not None and session.copied[0].ticket == to.ticket:
+            known = None if session.copied is None else session.copied[0]
+            # Other workers, on which the session was, have given the same tickets for other stays.
+            if known is not None and (known.ticket, known.stay) == (to.ticket, to.stay):
                 return
             self._check_frozen(session, to.ticket)
             if self._clock.monotonic() < session.change_due_by:
                 raise Conflict("the session is about to be changed", retry_delay_s=1.0)
+            if session.unheard_from and session.is_in_parts:
+                # The others are at the epoch of the holder, and would count as left behind.
+                raise Conflict("the holder has not heard of the last copy", retry_delay_s=1.0)
             self._end_copy(session)
             session.frozen = None
-            session.go_on()
+            session.go_on_with_copy()
             session.copied = to, session.epoch
             self._sessions.changed(session)
         self._failpoints.passed("move.handed_over")
@@ -187,15 +198,23 @@ class Departures:
 
     def find_successor(self, tenant: str, session_id: str) -> Successor | None:
         """Return where a session went from here, or where a copy of it was made with which its
-        epoch began; None if it did not, and there was none."""
+        epoch began, which may be the one that is here; None if it did not, and there was none."""
         with self._lock:
             moved = self._sessions.find_moved((tenant, session_id))
             if moved is not None:
                 return Successor(moved.to, moved.ttl_s)
             session = self._sessions.find(tenant, session_id)
-            if session is None or session.copied is None or session.copied[1] != session.epoch:
+            if session is None:
                 return None
-            return Successor(session.copied[0], session.ttl_s, session.epoch)
+            if session.copied is not None and session.copied[1] == session.epoch:
+                to = session.copied[0]
+            elif session.unheard_from:  # it is that copy
+                here = self._config
+                to = MovedTo(here.worker_id, here.address, here.incarnation, 0, session.stay)
+            else:
+                return None
+            holder_at = session.unheard_from or session.epoch - 1
+            return Successor(to, session.ttl_s, session.epoch, holder_at)
 
     def waits_for_takers(self, linger_s: float) -> bool:
         """Whether a session went so lately that somebody may still have to be told where to."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from kvservice_workers.arrivals import Arrivals
 from kvservice_workers.counters import Counters
@@ -12,6 +13,8 @@ from kvservice_workers.departures import Departures
 from kvservice_workers.session_state import WorkerSession
 from kvservice_workers.session_table import SessionTable
 from kvservice_workers.structure import Structure
+
+NO_STAYS: Final[Mapping[str, str]] = {}
 
 
 class Leases:
@@ -57,6 +60,7 @@ class Leases:
         tenant: str,
         session_ids: Iterable[str] | Mapping[str, int],
         unsettled: Collection[str] = (),
+        stays: Mapping[str, str] = NO_STAYS,
     ) -> int:
         """Free sessions; those that do not exist are skipped. Return how many were freed.
 
@@ -65,21 +69,24 @@ class Leases:
                 later one is somebody else's, and skipped too.
             unsettled: Of which of them the next epoch counts too, unless it came by an Attach:
                 their holder does not know whether its last change has arrived.
+            stays: The stay here that is meant of each, if one is. Another one is skipped: this
+                release was on its way while the session ended here, and came again.
         """
         epochs = session_ids if isinstance(session_ids, Mapping) else {}
         released = 0
         for session_id in session_ids:
             up_to, is_unsettled = epochs.get(session_id) or math.inf, session_id in unsettled
+            stay = stays.get(session_id, "")
             with self._lock:
                 session = self._sessions.find(tenant, session_id)
                 moved = self._sessions.find_moved((tenant, session_id))
-                if moved is not None:
+                if moved is not None and stay in ("", moved.stay):
                     moved.released = True
-                self._arrivals.release((tenant, session_id), up_to, unsettled=is_unsettled)
+                self._arrivals.release((tenant, session_id), up_to, stay, unsettled=is_unsettled)
             if session is None:
                 continue
             with session.lock, self._lock:
-                is_theirs = session.ends_by_release(up_to, unsettled=is_unsettled)
+                is_theirs = session.ends_by_release(up_to, stay, unsettled=is_unsettled)
                 if not session.closed and is_theirs:
                     self._remove(session, "release")
                     released += 1

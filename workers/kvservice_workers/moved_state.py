@@ -28,6 +28,9 @@ def state_of(session: WorkerSession, left_s: float) -> SessionState:
         origin=session.origin,
         epoch=session.epoch,
         last_change=session.last_change,
+        change_before=session.change_before,
+        copied=session.copied,
+        unheard_from=session.unheard_from,
         last_step=session.last_step,
         step=None
         if step is None
@@ -57,6 +60,8 @@ def become(session: WorkerSession, state: SessionState, source: str) -> None:
     """Make a session all that another worker knows of it, but for pages and promises."""
     session.spec, session.origin = state.spec, state.origin
     session.epoch, session.last_change = state.epoch, state.last_change
+    session.change_before, session.copied = state.change_before, state.copied
+    session.unheard_from = state.unheard_from
     session.last_step, session.last_write = state.last_step, state.last_write
     session.begins_at_zero = state.begins_at_zero
     session.starts = None if state.starts is None else list(state.starts)

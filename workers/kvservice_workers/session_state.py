@@ -86,6 +86,9 @@ class WorkerSession:
         self.change_before: Hashable = None  # if the last one was to go on; it may be repeated too
         # The worker that has made a copy, and the epoch at which both have gone on.
         self.copied: tuple[MovedTo, int] | None = None
+        # The epoch at which the holder is for certain, where others have begun since with nothing
+        # but copies, of which it has not heard yet. 0: there are none.
+        self.unheard_from = 0
         # Until when no copy is made: somebody who has checked a change is about to make it.
         self.change_due_by = 0.0
         self.last_step = 0
@@ -106,6 +109,7 @@ class WorkerSession:
         self.refused_step: Refusal | None = None
         self.refused_write: Refusal | None = None
         self.replaces: tuple[str, ...] = ()  # lives of workers from which it was moved here
+        self.stay = ""  # names its time here, since it was opened or came
         self.copy: Copy | None = None
         self.frozen: Freeze | None = None
         self.moved_to: MovedTo | None = None  # closed, since another worker holds it
@@ -305,20 +309,23 @@ class WorkerSession:
         """Count a structural change. The step in progress, if any, is over."""
         self.epoch += 1
         self.last_change, self.change_before = change, None
-        self.change_due_by = 0.0
+        self.change_due_by, self.unheard_from = 0.0, 0
         self.step = None
         self.last_write = 0
         self.refused_step = self.refused_write = None
 
-    def ends_by_release(self, up_to: float, *, unsettled: bool) -> bool:
+    def ends_by_release(self, up_to: float, stay: str, *, unsettled: bool) -> bool:
         """Whether a release up to an epoch is from whoever holds the session now.
 
         Args:
+            stay: The one that is to end, if the release says which one.
             unsettled: It is not known there whether the last change from that epoch was made.
         """
+        if stay and stay != self.stay:
+            return False  # it was overtaken by what has begun here since
         is_own = unsettled and self.last_change not in (None, "attach")
         if is_own or self.last_change == GO_ON:  # nobody has taken it over by that
-            return self.epoch - 1 <= up_to
+            return (self.unheard_from or self.epoch - 1) <= up_to
         return self.epoch <= up_to
 
     def go_on(self) -> None:
@@ -327,6 +334,16 @@ class WorkerSession:
         self.change_before, self.last_change = self.last_change, GO_ON
         if self.step is not None:
             self.step.steady.clear()  # that is of the epoch before
+
+    def go_on_with_copy(self) -> None:
+        """Begin an epoch with a copy, of which the holder will hear when it comes."""
+        self.unheard_from = self.unheard_from or self.epoch
+        self.go_on()
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether other workers may have other parts of the session."""
+        return bool(self.spec.spread > 1 or self.followed_by or any(self.starts or ()))
 
     def go_on_at(self, followed_by: str) -> None:
         """Note on which incarnations the session goes on behind what is held here.

@@ -38,6 +38,7 @@ class Moved:
         known_until: So long it is told where to.
         confirmed: The other worker has said that it serves it.
         released: Its holder wants it no more: its id may be used again.
+        stay: That has ended here when it went.
     """
 
     to: MovedTo
@@ -47,6 +48,7 @@ class Moved:
     known_until: float
     confirmed: bool = False
     released: bool = False
+    stay: str = ""
 
 
 class SessionTable:
@@ -157,7 +159,9 @@ class SessionTable:
                 break
             del self._moved[oldest]
         known_until = now + max(session.ttl_s, LATE_S)
-        self._moved[session.key] = Moved(to, session.origin, session.ttl_s, now, known_until)
+        self._moved[session.key] = Moved(
+            to, session.origin, session.ttl_s, now, known_until, stay=session.stay
+        )
         session.moved_to = to
         self.remove(session, expired=False)
 

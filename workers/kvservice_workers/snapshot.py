@@ -51,6 +51,7 @@ def session_info(
                 followed_by=session.followed_by,
                 group=session.group,
                 replaces=session.replaces,
+                stay=session.stay,
             ),
         ),
         lengths=tuple(

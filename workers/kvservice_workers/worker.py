@@ -90,7 +90,12 @@ class PageWorker:
         structure = Structure(pools, promises, counters)
         self._arriving = ArrivalTable(sessions)
         self.admission = Admission(
-            config.max_sessions, sessions, self._arriving, pools.usage, counters
+            config.incarnation,
+            config.max_sessions,
+            sessions,
+            self._arriving,
+            pools.usage,
+            counters,
         )
         self.access = SessionAccess(config, lock, sessions, self._arriving, counters, clock)
         self.opening = Opening(lock, self.access, sessions, self.admission, structure)
@@ -98,7 +103,7 @@ class PageWorker:
         self.long_way = LongWay(lock, self.access, pools, promises, counters, clock, failpoints)
         self.short_way = ShortWay(lock, sessions, counters, clock)
         self.tokens = TokenAccess(lock, self.access, pools, counters)
-        self.departures = Departures(lock, sessions, structure, clock, failpoints)
+        self.departures = Departures(config, lock, sessions, structure, clock, failpoints)
         self.arrivals = Arrivals(
             lock, sessions, self._arriving, promises, structure, self.admission, clock
         )

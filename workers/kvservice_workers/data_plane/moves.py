@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from kvservice.core.caller import Caller
 from kvservice.core.errors import AlreadyExists, InvalidRequest, Unimplemented
-from kvservice.core.moving import MovedTo
+from kvservice.core.moving import MovedTo, stay_by
 from kvservice.v1 import worker_pb2
 from kvservice.wire import calls, copies
 from kvservice.wire.convert import session_id_from_pb, session_to_pb
@@ -47,6 +47,8 @@ class MoveService:
             capability=capability,
             ticket=to.ticket,
             copied_at_epoch=found.copied_at_epoch,
+            copied_from_epoch=found.copied_from_epoch,
+            stay=to.stay,
         )
 
     def pull_session(
@@ -109,7 +111,11 @@ class MoveService:
         self._answers.check_incarnation(request.incarnation)
         _check_present(request, "ticket", "worker_address", "worker_incarnation")
         to = MovedTo(
-            request.worker_id, request.worker_address, request.worker_incarnation, request.ticket
+            request.worker_id,
+            request.worker_address,
+            request.worker_incarnation,
+            request.ticket,
+            stay_by(self._worker.config.incarnation, request.ticket),
         )
         session_id = session_id_from_pb(request.session_id)
         if request.keep:

@@ -156,7 +156,8 @@ class WorkerService:
         self, request: types_pb2.ReleaseRequest, caller: Caller
     ) -> types_pb2.ReleaseResponse:
         epochs, unsettled = convert.release_from_pb(request)
-        released = self._worker.leases.release(caller.tenant, epochs, unsettled)
+        stays = convert.stays_from_pb(request)
+        released = self._worker.leases.release(caller.tenant, epochs, unsettled, stays)
         moved = self._worker.departures.moved_among(caller.tenant, epochs)
         return types_pb2.ReleaseResponse(released_count=released, moved_session_ids=moved)
 
