@@ -324,7 +324,7 @@ class Session:
         Raises:
             InvalidRequest, GeometryMismatch, PositionOutOfRange: Nothing has been stored.
             OutOfPages: No worker has room. What several workers hold may have been written on
-                some: it may be repeated, and `roll_back` drops what was added to the rows.
+                some, those behind first: repeat it, or learn by `roll_back` how long rows are.
         """
         self._holding.ready()
         self._access.write(layer, k, v, positions, rows, padding, queries_from)

@@ -228,17 +228,21 @@ class Decoder:
                     padding=places.padding,
                 )
             except CapacityError:
+                # The tail may have had room, on a worker that was found for it, and others not.
+                self.story.mixed |= len(session._mirror.extents) > 1
                 self._resolve()
                 self._make_room()
                 return False
             except UNKNOWN as error:
                 self._note(error)
+                self.story.mixed |= len(session._mirror.extents) > 1
                 self.loop.sleep(self.process, self.rng.uniform(0.0, 0.5))
                 if self.rng.random() < 0.3:
                     self._resolve()
                     return False
             except (PagesLost, StaleEpoch, SessionNotFound) as error:
                 self._note(error, session)
+                self.story.mixed |= len(session._mirror.extents) > 1
                 self._resolve()
                 return False
             else:
