@@ -22,8 +22,14 @@ from typing import Final
 from kvservice.core.errors import KVServiceError
 from kvservice.v1 import types_pb2
 from kvservice_client._connections import FRONT, Connections
+from kvservice_client._retry import Detection, ServerDead
 
 EXIT_TIMEOUT_S: Final = 2.0
+MAX_RELEASE_S: Final = 5.0
+"""How long one call may take that releases sessions of a client that is closed by hand."""
+
+DEAD_AT_THE_END: Final = Detection(dead_after_s=1.0, silence_s=1.0)
+"""After so long without any connection, a worker's sessions are left to their leases."""
 """How long the interpreter's end may wait for releases. Leases see to what is left."""
 
 CAPABILITY_AGE_S: Final = 100.0
@@ -96,6 +102,7 @@ class Leases:
         self._notes: SimpleQueue[Lease | Note] = SimpleQueue()  # a lease: to be released
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._release_s = EXIT_TIMEOUT_S / 2
         self._pid = os.getpid()
 
     def add(self, lease: Lease) -> None:
@@ -132,12 +139,16 @@ class Leases:
         self._notes.put(Note.END)
 
     def close(self, timeout_s: float) -> None:
-        """Release all that is open, and end the thread, or leave it after `timeout_s`."""
+        """Release all that is open, and end the thread, or leave it after `timeout_s`.
+
+        Whoever closes waits for a worker that is slow, but not long for one that is dead.
+        """
         if os.getpid() != self._pid:
             return  # a forked child: the sessions are its parent's
         with self._lock:
             self._closed = True
             thread = self._thread
+            self._release_s = min(MAX_RELEASE_S, timeout_s / 2)
         self._notes.put(Note.END)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
@@ -201,7 +212,7 @@ class Leases:
                 moved = self._release_at(address, batch)
                 if moved:  # the manager knows where
                     self._release_at(FRONT, moved)
-            except KVServiceError as error:
+            except (KVServiceError, ServerDead) as error:
                 _log.info("%d sessions are left to their leases: %s", len(batch), error)
 
     def _release_at(self, address: str, leases: Sequence[Lease]) -> list[Lease]:
@@ -212,7 +223,9 @@ class Leases:
             epochs=[lease.epoch for lease in leases],
             unsettled_ids=[lease.session_id for lease in leases if lease.unsettled],
         )
-        answer = self._connections.ask(address, "Release", request, timeout_s=EXIT_TIMEOUT_S / 2)
+        answer = self._connections.ask(
+            address, "Release", request, timeout_s=self._release_s, detection=DEAD_AT_THE_END
+        )
         moved = set(answer.moved_session_ids)
         return [lease for lease in leases if lease.session_id in moved]
 
