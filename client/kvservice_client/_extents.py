@@ -96,13 +96,12 @@ def adopt(
     Returns:
         Extents in position order, and spares: those that hold nothing, and are not the tail.
     """
-    holder_of = {_life(copy): extent for extent in known for copy in extent.copies}
     num_open = 1 if any(longest) else spread
     extents: list[Extent] = []
     spares: list[Extent] = []
     grouped = _grouped(told)
     for index, (one, *others) in enumerate(grouped):
-        extent = next((holder_of[_life(c)] for c in (one, *others) if _life(c) in holder_of), None)
+        extent = _holder(known, (one, *others))
         if extent is None:
             extent = Extent(
                 one.address,
@@ -129,6 +128,26 @@ def adopt(
     return extents, spares
 
 
+def _holder(known: Sequence[Extent], told: Sequence[core.Extent]) -> Extent | None:
+    """Return the extent that has one of these copies."""
+    return next(
+        (
+            extent
+            for one in told
+            for extent in known
+            if any(_is_same(copy, one) for copy in extent.copies)
+        ),
+        None,
+    )
+
+
+def _is_same(known: Extent, told: core.Extent) -> bool:
+    """Whether what is known at a worker is what is told of there, not what had been there before:
+    a session may have left, and come again."""
+    is_other_stay = known.stay and told.stay and known.stay != told.stay
+    return _life(known) == _life(told) and not is_other_stay
+
+
 def _life(extent: Extent | core.Extent) -> tuple[str, str]:
     return (extent.address, extent.incarnation)
 
@@ -144,7 +163,7 @@ def _grouped(told: Sequence[core.Extent]) -> list[list[core.Extent]]:
 def _pair(extent: Extent, told: Sequence[core.Extent]) -> None:
     """Take over what is told of an extent's copies. A twin that is not mentioned stays one."""
     for one in told:
-        known = next((copy for copy in extent.copies if _life(copy) == _life(one)), None)
+        known = next((copy for copy in extent.copies if _is_same(copy, one)), None)
         if known is None and extent.twin is None:
             known = extent.twin = Extent(
                 one.address, one.incarnation, (), (), one.worker_id, group=one.group

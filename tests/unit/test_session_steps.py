@@ -410,6 +410,24 @@ def test_extents_as_the_manager_tells_them() -> None:
     assert not spares
 
 
+def test_a_part_that_has_come_again_is_not_the_one_that_was_there() -> None:
+    """Where a session has moved from a worker, and then grown onto it, that knows nothing yet."""
+    was = Extent("a", "i", (0,), (9,), "w0", stay="first")
+    told = [
+        Told("w1", "b", "j", (0,), (9,), stay="second"),
+        Told("w0", "a", "i", (9,), (9,), stay="third"),
+    ]
+    (moved, tail), spares = adopt([was], told, (9,), 1)
+    assert not spares
+    assert [(one.address, one.stay, one.starts) for one in (moved, tail)] == [
+        ("b", "second", (0,)),
+        ("a", "third", (9,)),
+    ]
+    assert moved is not was
+    assert tail is not was
+    assert not tail.knows_padding
+
+
 # Queries
 
 
