@@ -176,10 +176,12 @@ def test_nothing_late_meets_the_session_that_goes_on(start: Start) -> None:
     spec = convert.spec_to_pb(session._mirror.spec)
     request = types_pb2.AllocateRequest(session_id=old_id, spec=spec)
     backend.connect()._connections.ask(FRONT, "Allocate", request)
-    assert backend.connect().attach(session.id).lengths(0) == (3, 3)
+    heir = backend.connect().attach(session.id)
+    assert heir.lengths(0) == (3, 3)
     with pytest.raises(StaleEpoch):
         session.attend(0, *driver.tokens(1))
     assert release(backend, lone=False, ids=[old_id], epochs=[0]) == 1
+    assert not heir.closed
 
 
 def test_workers_that_all_live_again(start: Start) -> None:

@@ -100,6 +100,8 @@ def test_padded_prompts(client: Client, family: str, where: str) -> None:
 def test_prompts_elsewhere_ask_the_service() -> None:
     """With prompts="remote", and with spread, every layer is a round trip."""
     with failing_backend(num_workers=2) as (_, both, counting):
+        with pytest.raises(ValueError, match="prompts"):
+            RemoteCache(both, prompts="elsewhere")
         for options in ({"prompts": "remote"}, {"spread": 2}):
             world = world_of(both, **options)
             counting.calls.clear()
@@ -107,8 +109,6 @@ def test_prompts_elsewhere_ask_the_service() -> None:
             forward(world, prompt(1, 6), cache)
             assert "Write" not in counting.calls
             assert cache._shared.opened().lengths(models.NUM_LAYERS - 1) == (6,)
-    with pytest.raises(ValueError, match="prompts"):
-        RemoteCache(object(), prompts="elsewhere")
 
 
 # -- equal rows
