@@ -5,6 +5,7 @@ For notebooks and tests, and to measure what the network costs.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import uuid
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from kvservice.clock import Clock, SystemClock
 from kvservice.core.caller import ANONYMOUS, Caller
-from kvservice.core.errors import InvalidRequest, Unavailable
+from kvservice.core.errors import InvalidRequest, StaleWorker, Unavailable
 from kvservice.manager import PageManager
 from kvservice.server.heartbeat import HeartbeatSource
 from kvservice.wire.names import MANAGER, WORKER, snake_case
@@ -24,6 +25,8 @@ from kvservice_client._transport import InProcessTransport, Transport
 from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.worker import PageWorker, WorkerConfig
+
+LOG: Final = logging.getLogger(__name__)
 
 PERIOD_S: Final = 0.5
 MANAGER_ADDRESS: Final = "embedded:manager"
@@ -115,9 +118,15 @@ class EmbeddedService:
 
     def _beat(self, *, first: bool) -> None:
         for source in self._sources:
-            for index, message in enumerate(source.messages()):
-                first_of_stream = first and not index
-                source.answered(self.manager.heartbeat(message, ANONYMOUS, first=first_of_stream))
+            try:
+                self._report(source, first=first)
+            except StaleWorker as error:  # the manager takes it for dead: others go on
+                LOG.warning("a heartbeat was refused: %s", error)
+
+    def _report(self, source: HeartbeatSource, *, first: bool) -> None:
+        for index, message in enumerate(source.messages()):
+            first_of_stream = first and not index
+            source.answered(self.manager.heartbeat(message, ANONYMOUS, first=first_of_stream))
 
 
 class _Handle:

@@ -86,6 +86,26 @@ def test_leases_end_here_too() -> None:
         service.close()
 
 
+def test_a_worker_that_counts_as_dead_silences_no_other() -> None:
+    """What it reports is refused; leases and heartbeats of the others go on."""
+    clock = ManualClock()
+    service = EmbeddedService(num_workers=2, memory_bytes=1 << 20, device="cpu", clock=clock)
+    service.start()
+    try:
+        dead, other = (worker.config for worker in service.workers)
+        service.manager.worker_died(dead.worker_id, dead.incarnation)
+        with Client(Connections("embedded:manager", service.dial, clock=clock)) as client:
+            session = client.open(num_rows=1, ttl_s=2.0)
+            (stats,) = session.page_stats()
+            assert stats.worker_id == other.worker_id
+            session_id = session.detach()
+            until(lambda: clock.advance(1.0) or not service.workers[1].stats().num_sessions)  # type: ignore[func-returns-value]
+            with pytest.raises(SessionNotFound):
+                client.attach(session_id)
+    finally:
+        service.close()
+
+
 def test_there_is_at_least_one_worker() -> None:
     """None would be a service that can do nothing."""
     with pytest.raises(InvalidRequest, match="num_workers"), embedded(num_workers=0):
