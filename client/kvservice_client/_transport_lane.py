@@ -222,7 +222,13 @@ class _LaneStream:
                 if left <= 0:
                     raise DeadlineExceeded(f"no answer within {self._timeout_s:g} s") from None
                 assert self._call is not None
-                self._transport.check_alive(_request(self._call), min(left, PING_S))
+                try:
+                    self._transport.check_alive(_request(self._call), min(left, PING_S))
+                except DeadlineExceeded as error:
+                    if left <= PING_S:
+                        raise
+                    # It was the question's time that ran out, not the call's.
+                    raise Unavailable(f"the worker gives no sign of life: {error}") from error
                 left = self._ends_at - self._transport.monotonic()
                 pipe.set_timeout(max(0.001, min(left, SILENCE_S)))
 

@@ -12,7 +12,7 @@ import pytest
 from kvservice.clock import ManualClock
 from kvservice.config import ServerLimits, WorkerSettings
 from kvservice.core.caller import ANONYMOUS
-from kvservice.core.errors import OutOfOrder, Overloaded, PagesLost
+from kvservice.core.errors import DeadlineExceeded, OutOfOrder, Overloaded, PagesLost
 from kvservice.core.recorder import NullRpcRecorder
 from kvservice.runtime.worker import WorkerServer
 from kvservice.server.lane import MAX_STRANGERS, MAX_TOKENS, TOKEN_LIFE_S, LaneServer
@@ -110,6 +110,32 @@ def test_a_broken_lane_is_opened_again_and_the_call_repeated(
         for connection in list(worker._lane._open):  # type: ignore[union-attr]
             connection.pipe.close()
     assert session.lengths(0) == (4,)
+    np.testing.assert_array_equal(session.read(0)[0], k)
+    session.release()
+
+
+def test_a_question_without_an_answer_is_not_the_end_of_the_call(
+    worker: WorkerServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the time to ask for a sign of life runs out before the call's, the call is repeated."""
+    session, k = client.open(num_rows=1), numbers(1, 2, 2, 8)
+    session.attend(0, k[:, :, :1], k[:, :, :1], k[:, :, :1])
+    going_on, asked = threading.Event(), threading.Event()
+    attend = worker.worker.long_way.attend
+
+    def hang(*args: object, **kwargs: object) -> object:
+        going_on.wait(20)
+        return attend(*args, **kwargs)  # type: ignore[arg-type]
+
+    def no_answer(*args: object) -> None:
+        asked.set()
+        going_on.set()
+        raise DeadlineExceeded("Stream removed")
+
+    monkeypatch.setattr(worker.worker.long_way, "attend", hang)
+    monkeypatch.setattr(LaneTransport, "check_alive", no_answer)
+    session.attend(0, k[:, :, 1:], k[:, :, 1:], k[:, :, 1:])
+    assert asked.is_set()
     np.testing.assert_array_equal(session.read(0)[0], k)
     session.release()
 
