@@ -25,12 +25,13 @@ from kvservice_client._connections import FRONT, Connections
 from kvservice_client._retry import Detection, ServerDead
 
 EXIT_TIMEOUT_S: Final = 2.0
+"""How long the interpreter's end may wait for releases. Leases see to what is left."""
+
 MAX_RELEASE_S: Final = 5.0
 """How long one call may take that releases sessions of a client that is closed by hand."""
 
 DEAD_AT_THE_END: Final = Detection(dead_after_s=1.0, silence_s=1.0)
 """After so long without any connection, a worker's sessions are left to their leases."""
-"""How long the interpreter's end may wait for releases. Leases see to what is left."""
 
 CAPABILITY_AGE_S: Final = 100.0
 """Capabilities are renewed at a third of the time that they live at least."""
