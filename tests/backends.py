@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 from kvservice.clock import Clock, SystemClock
 from kvservice.config import ServerLimits
 from kvservice.core.caller import ANONYMOUS
-from kvservice.core.errors import Unavailable
+from kvservice.core.errors import CapacityError, InvalidRequest, Unavailable
+from kvservice.core.geometry import LayerGeometry, LayerSpec
 from kvservice.core.recorder import NullRpcRecorder
+from kvservice.core.session import SessionSpec
 from kvservice.embedded import MANAGER_ADDRESS, EmbeddedService
 from kvservice.manager import PageManager
 from kvservice.server.app import GrpcServer
@@ -110,6 +112,22 @@ class Backend:
             worker.check()
         assert self.used_pages() == 0, f"{self.used_pages()} pages are still in use"
         assert self.num_sessions() == 0, f"{self.num_sessions()} sessions are still open"
+
+
+FILLER = "00000000-0000-4000-8000-000000000001"
+"""Whose the pages are that `fill_up` takes."""
+
+
+def fill_up(worker: PageWorker, geometries: Sequence[LayerGeometry]) -> None:
+    """Promise all free pages of a worker, as long as there are twelve at most, to `FILLER`."""
+    layers = tuple(LayerSpec(geometry=one) for one in geometries)
+    for tokens in range(4 * 12, 0, -4):
+        spec = SessionSpec(1, layers, page_size=4, reserve_tokens=tokens)
+        try:
+            worker.opening.allocate(ANONYMOUS.tenant, FILLER, spec)
+        except (CapacityError, InvalidRequest):
+            continue
+        return
 
 
 class Switch:

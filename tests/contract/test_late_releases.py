@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from kvservice.core.caller import ANONYMOUS
-from kvservice.core.errors import CapacityError, InvalidRequest, OutOfPages
+from kvservice.core.errors import InvalidRequest, OutOfPages
 from kvservice.core.session import LayerSpec, SessionSpec
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import MANAGER, WORKER
 from kvservice_client import Client, DType, LayerGeometry
-from kvservice_workers.worker import PageWorker
-from tests.backends import Backend
+from tests.backends import FILLER, Backend, fill_up
 from tests.contract.conftest import Start
 from tests.driving import Driver
 from tests.faults import Faults
@@ -26,19 +25,7 @@ from tests.faults import Faults
 LAYERS = [LayerGeometry(2, 8, 8, DType.FLOAT32)] * 2
 PAGE_BYTES = 2 * 512
 TENANT = ANONYMOUS.tenant
-FILLER, OTHER = (str(uuid.UUID(int=number, version=4)) for number in (4711, 4712))
-
-
-def fill_up(worker: PageWorker) -> None:
-    """Promise all free pages of a worker to somebody else."""
-    layers = tuple(LayerSpec(geometry=one) for one in LAYERS)
-    for tokens in range(4 * 12, 0, -4):
-        spec = SessionSpec(1, layers, page_size=4, reserve_tokens=tokens)
-        try:
-            worker.opening.allocate(TENANT, FILLER, spec)
-        except (CapacityError, InvalidRequest):
-            continue
-        return
+OTHER = str(uuid.UUID(int=4712, version=4))
 
 
 def late_copy(backend: Backend, faults: Faults) -> Callable[[], types_pb2.ReleaseResponse]:
@@ -64,7 +51,7 @@ def gone_back(backend: Backend, client: Client) -> tuple[Driver, int, int]:
     driver = Driver.open(client, num_rows=1, page_size=4, layers=LAYERS)
     driver.step(4)
     first = backend.index_of(driver.session._mirror.tail.worker_id)
-    fill_up(backend.workers[first])
+    fill_up(backend.workers[first], LAYERS)
     driver.step(3)
     second = backend.index_of(driver.session._mirror.tail.worker_id)
     assert first != second
@@ -102,7 +89,7 @@ def test_of_a_copy_that_was_given_up(start: Start) -> None:
     twin = driver.session._mirror.tail.twin
     assert twin is not None
     index = backend.index_of(twin.worker_id)
-    fill_up(backend.workers[index])
+    fill_up(backend.workers[index], LAYERS)
     for layer in range(2):
         _, k, v = driver.tokens(2)
         driver.session.write(layer, k, v)
@@ -120,7 +107,7 @@ def test_of_a_copy_that_was_given_up(start: Start) -> None:
 def test_of_a_session_that_found_no_room(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager frees what it had opened on the way, and the same request comes again."""
     backend = start(num_workers=2, memory_bytes=12 * PAGE_BYTES)
-    fill_up(backend.workers[1])
+    fill_up(backend.workers[1], LAYERS)
     backend.beat()
     asked: list[tuple[str, types_pb2.ReleaseRequest]] = []
     calls = backend.manager._leases._calls

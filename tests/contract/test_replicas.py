@@ -13,9 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvservice.clock import SystemClock
 from kvservice.core.caller import ANONYMOUS
-from kvservice.core.errors import CapacityError, Conflict, Unavailable
-from kvservice.core.geometry import LayerSpec
-from kvservice.core.session import SessionSpec
+from kvservice.core.errors import Conflict, Unavailable
 from kvservice.manager import moves
 from kvservice_client import (
     Client,
@@ -36,8 +34,7 @@ from kvservice_client._extents import Extent
 from kvservice_client._retry import RetryPolicy
 from kvservice_client.testing import DenseSession, eventually
 from kvservice_workers.long_way import LongWay
-from kvservice_workers.worker import PageWorker
-from tests.backends import Backend
+from tests.backends import FILLER, Backend, fill_up
 from tests.contract.conftest import BACKENDS, Start
 from tests.driving import Driver
 from tests.faults import Faults
@@ -51,7 +48,6 @@ QUICK = ClientConfig(
 IMPATIENT = ClientConfig(timeout_s=1.5, detection_s=0.3, silence_s=0.05, retry=QUICK.retry)
 LAYERS = [LayerGeometry(2, 8, 8, DType.FLOAT32)] * 2
 TENANT = ANONYMOUS.tenant
-FILLER = "00000000-0000-4000-8000-000000000001"
 PAGE_BYTES = 512  # of 4 tokens and one layer
 
 CHANGES: dict[str, Callable[[Driver], Any]] = {
@@ -356,7 +352,7 @@ def test_only_one_copy_has_room(start: Start, full: int) -> None:
     driver.step(4)
     index = backend.index_of(copies(driver)[0][full].worker_id)
     worker = backend.workers[index]
-    fill_up(worker)
+    fill_up(worker, LAYERS)
     driver.step(3)
     assert [len(group) for group in copies(driver)] == [2, 2]
     driver.step(2)
@@ -365,25 +361,13 @@ def test_only_one_copy_has_room(start: Start, full: int) -> None:
     worker.leases.release(TENANT, [FILLER])
 
 
-def fill_up(worker: PageWorker) -> None:
-    """Promise all free pages of a worker to somebody else."""
-    layers = tuple(LayerSpec(geometry=one) for one in LAYERS)
-    for tokens in range(4 * 8, 0, -4):
-        spec = SessionSpec(1, layers, page_size=4, reserve_tokens=tokens)
-        try:
-            worker.opening.allocate(TENANT, FILLER, spec)
-        except (CapacityError, InvalidRequest):
-            continue
-        return
-
-
 def test_no_room_for_two_copies(start: Start) -> None:
     """If only one copy can grow, and there are no others, nothing is stored."""
     backend = start(num_workers=2, memory_bytes=6 * 2 * PAGE_BYTES)
     driver = Driver.open(backend.connect(), num_rows=1, replicas=2, page_size=4, layers=LAYERS)
     driver.step(4)
     worker = backend.workers[backend.index_of(copies(driver)[0][1].worker_id)]
-    fill_up(worker)
+    fill_up(worker, LAYERS)
     with pytest.raises(OutOfPages):
         driver.session.attend(0, *driver.tokens(2))
     check_equal(backend, driver)
