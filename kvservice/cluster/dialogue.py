@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
+import os
+import select
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Final
 
 from kvservice.clock import Clock
 from kvservice.core.errors import KVServiceError, Unavailable, error_class
+
+_BETWEEN_CHECKS_S: Final = 0.1
+_CHUNK_BYTES: Final = 65536
 
 
 def converse(
@@ -51,30 +54,51 @@ def converse(
                 raise Unavailable(
                     f"Ray at {request['ray_address']} has not answered within {timeout_s:g} s"
                 )
-            try:
-                line = lines.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if not line:
+            for line in lines.wait(_BETWEEN_CHECKS_S):
+                event = json.loads(line)
+                if "error" in event:
+                    raise _error(event["error"])
+                if "connected" in event:
+                    deadline += margin_s
+                if "result" in event:
+                    result: dict[str, Any] = event["result"]
+                    return result
+                heard(event)
+            if lines.ended:
                 raise Unavailable(
                     f"the process that talks to Ray has ended without an answer: see {log_path}"
                 )
-            event = json.loads(line)
-            if "error" in event:
-                raise _error(event["error"])
-            if "connected" in event:
-                deadline += margin_s
-            if "result" in event:
-                result: dict[str, Any] = event["result"]
-                return result
-            heard(event)
+
+
+class _Lines:
+    """What a process prints, as far as it has come.
+
+    There is no thread that waits for it, as a signal may end the conversation between any two
+    instructions, and nothing may then be left that still reads.
+    """
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._poll = select.poll()
+        self._poll.register(source, select.POLLIN)
+        self._rest = b""
+        self.ended = False
+
+    def wait(self, timeout_s: float) -> list[bytes]:
+        """Return the lines that are whole now; none after a while without any."""
+        if not self._poll.poll(timeout_s * 1e3):
+            return []
+        chunk = os.read(self._source, _CHUNK_BYTES)
+        self.ended = not chunk
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return lines
 
 
 @contextlib.contextmanager
 def _driver(
     request: Mapping[str, Any], environment: Mapping[str, str], log_path: Path
-) -> Iterator[queue.Queue[str]]:
-    """Run the driver; yield its lines as they come, and an empty one at the end."""
+) -> Iterator[_Lines]:
+    """Run the driver on one request; yield what it answers."""
     with (
         log_path.open("w") as log,
         subprocess.Popen(
@@ -83,30 +107,19 @@ def _driver(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            text=True,
             start_new_session=True,  # Ctrl-C is for the command to act upon
         ) as process,
     ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        lines: queue.Queue[str] = queue.Queue()
-        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
-        reader.start()
         try:
+            assert process.stdin is not None
+            assert process.stdout is not None
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(request))
+                process.stdin.write(json.dumps(request).encode())
                 process.stdin.close()
-            yield lines
+            yield _Lines(process.stdout.fileno())
         finally:
             # After the answer there's only Ray's own farewell to wait for, and nobody needs it.
             process.kill()
-            reader.join()
-
-
-def _read(source: IO[str], lines: queue.Queue[str]) -> None:
-    for line in source:
-        lines.put(line)
-    lines.put("")
 
 
 def _error(event: Mapping[str, str]) -> KVServiceError:
