@@ -132,6 +132,7 @@ def test_interrupted_anywhere(converse: _Conversation, monkeypatch: pytest.Monke
     indirect=True,
 )
 def test_line_that_comes_in_parts(converse: _Conversation) -> None:
+    """A line counts when it is whole, however it is cut up on the way."""
     def check() -> None:
         if converse.heard:
             Path(f"{converse.driver}.go").touch()
@@ -155,6 +156,7 @@ def test_line_that_comes_in_parts(converse: _Conversation) -> None:
     indirect=["converse"],
 )
 def test_without_a_result(converse: _Conversation, error: type[Exception], words: str) -> None:
+    """What the driver refuses with is raised; Unavailable if it ends or says nothing."""
     children = _children()
     with pytest.raises(error, match=words):
         converse(timeout_s=0.2 if "within" in words else 60.0)
