@@ -336,7 +336,8 @@ def test_a_slow_reader(ways: Ways, report: Report) -> None:
     grown = (worker.rss_bytes() - rss) / (1 << 20)
     p99, p99_alone = (times[int(len(times) * 0.99)] for times in (beside, alone))
     checked = sum(one.num_checked for one in fast)
-    assert grown < 160, f"the worker has grown by {grown:.0f} MiB"
+    # Two tries of 64 MiB, each as it was read and as it is sent.
+    assert grown < 272, f"the worker has grown by {grown:.0f} MiB"
     report(
         "P10", "reader at 1 kB/s of 64 MiB: it is ended at its deadline of 4 s",
         recovery_s=ended[0], bound_s=6.0, num_checked=checked,
