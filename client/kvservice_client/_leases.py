@@ -28,7 +28,7 @@ EXIT_TIMEOUT_S: Final = 2.0
 """How long the interpreter's end may wait for releases. Leases see to what is left."""
 
 MAX_RELEASE_S: Final = 5.0
-"""How long one call may take that releases sessions of a client that is closed by hand."""
+"""How long one call may take that releases sessions, but at the interpreter's end."""
 
 DEAD_AT_THE_END: Final = Detection(dead_after_s=1.0, silence_s=1.0)
 """After so long without any connection, a worker's sessions are left to their leases."""
@@ -103,7 +103,7 @@ class Leases:
         self._notes: SimpleQueue[Lease | Note] = SimpleQueue()  # a lease: to be released
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._release_s = EXIT_TIMEOUT_S / 2
+        self._release_s = MAX_RELEASE_S
         self._pid = os.getpid()
 
     def add(self, lease: Lease) -> None:
@@ -214,7 +214,7 @@ class Leases:
                 if moved:  # the manager knows where
                     self._release_at(FRONT, moved)
             except (KVServiceError, ServerDead) as error:
-                _log.info("%d sessions are left to their leases: %s", len(batch), error)
+                _log.warning("%d sessions are left to their leases: %s", len(batch), error)
 
     def _release_at(self, address: str, leases: Sequence[Lease]) -> list[Lease]:
         """Release sessions; return those that were moved from there."""
