@@ -6,6 +6,7 @@ import pytest
 
 from kvservice.clock import ManualClock
 from kvservice.core.errors import AlreadyExists
+from kvservice_workers.session_table import LATE_S
 from kvservice_workers.worker import PageWorker, WorkerConfig
 from tests.serving import new_id, spec
 
@@ -38,4 +39,33 @@ def test_no_session_comes_where_one_of_its_id_is_still_to_be_freed() -> None:
         worker.arrivals.check_admitted("t", session_id)
     assert worker.leases.expire() == 1
     worker.arrivals.check_admitted("t", session_id)
+    worker.close()
+
+
+def test_a_late_copy_opens_nothing_where_a_lease_was_over() -> None:
+    """Whoever holds that session may not know yet, and is not to find an empty one; a while later,
+    or for another request, the id is free."""
+    config = WorkerConfig(worker_id="w", incarnation="i", budget_bytes=1 << 20, address="nowhere:1")
+    clock, parent, child = ManualClock(), new_id(), new_id()
+    worker = PageWorker(config, clock=clock)
+    worker.opening.allocate("t", parent, spec(ttl_s=100.0))
+    worker.opening.fork("t", parent, 1, child, ttl_s=5.0)
+    clock.advance(6.0)
+    assert worker.leases.expire() == 1
+    with pytest.raises(AlreadyExists, match="expired"):
+        worker.opening.fork("t", parent, 1, child, ttl_s=5.0)
+    clock.advance(101.0)
+    assert worker.leases.expire() == 1
+    with pytest.raises(AlreadyExists, match="expired"):
+        worker.opening.allocate("t", parent, spec(ttl_s=100.0))
+    worker.opening.allocate("t", parent, spec(ttl_s=200.0))
+    worker.leases.release("t", [parent])
+    clock.advance(LATE_S)
+    worker.opening.allocate("t", parent, spec(ttl_s=100.0))
+    worker.leases.release("t", [parent])
+    assert list(worker._sessions._expired) == [("t", parent)]
+    worker.opening.allocate("t", child, spec(ttl_s=1.0))
+    clock.advance(2.0)
+    assert worker.leases.expire() == 1
+    assert list(worker._sessions._expired) == [("t", child)]
     worker.close()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvservice.clock import Clock
 from kvservice.core.errors import AlreadyExists, KVServiceError
@@ -51,6 +51,18 @@ class Moved:
     stay: str = ""
 
 
+class Expired(NamedTuple):
+    """A session whose lease was over.
+
+    Fields:
+        origin: The request that opened it.
+        at: When it was ended, in the clock's monotonic seconds.
+    """
+
+    origin: Hashable
+    at: float
+
+
 class SessionTable:
     """Every open session, and what has changed since when. The worker's lock is held by the caller.
 
@@ -68,6 +80,7 @@ class SessionTable:
         self._changed: dict[SessionKey, int] = {}  # oldest first
         self._ended: deque[tuple[int, EndedSession]] = deque(maxlen=MAX_ENDED)
         self._moved: dict[SessionKey, Moved] = {}  # oldest first
+        self._expired: dict[SessionKey, Expired] = {}  # lately; oldest first
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -119,18 +132,26 @@ class SessionTable:
         """Return the session that the same request has opened before; None if there is none.
 
         Raises:
-            AlreadyExists: Another request has opened a session with this id.
+            AlreadyExists: Another request has opened a session with this id; or this one has, and
+                its lease was over a moment ago: its holder may not know yet, and is not to find an
+                empty one.
             SessionMoved: This one has, and another worker holds it by now.
         """
         existing = self._sessions.get(key)
-        if existing is not None and existing.origin != origin:
-            raise AlreadyExists("this session id is in use for another request")
-        moved = self._moved.get(key)
+        if existing is not None:
+            if existing.origin != origin:
+                raise AlreadyExists("this session id is in use for another request")
+            return existing
         # Later than this it is no late copy of that request, but another session by its id.
+        now = self._clock.monotonic()
+        moved = self._moved.get(key)
         late_until = 0.0 if moved is None or moved.released else moved.at + LATE_S
-        if moved is not None and moved.origin == origin and self._clock.monotonic() < late_until:
+        if moved is not None and moved.origin == origin and now < late_until:
             raise moved.to.error()
-        return existing
+        expired = self._expired.get(key)
+        if expired is not None and expired.origin == origin and now < expired.at + LATE_S:
+            raise AlreadyExists("the session that this request had opened has expired")
+        return None
 
     def renew(self, session: WorkerSession, now: float | None = None) -> None:
         """Let the lease run from now."""
@@ -196,6 +217,8 @@ class SessionTable:
         del self._changed[session.key]
         self._serial += 1
         self._ended.append((self._serial, EndedSession(*session.key, expired)))
+        if expired:
+            self._remember(session)
 
     def expired(self) -> list[WorkerSession]:
         """Return the sessions whose lease is over."""
@@ -229,3 +252,15 @@ class SessionTable:
         self._leases.check()
         assert len(self._leases) == len(self._sessions) == len(self._changed)
         assert self._moved.keys().isdisjoint(self._sessions), "here, and moved away"
+
+    # -- inside
+
+    def _remember(self, session: WorkerSession) -> None:
+        now = self._clock.monotonic()
+        while self._expired:
+            oldest = next(iter(self._expired))
+            if self._expired[oldest].at > now - LATE_S:
+                break
+            del self._expired[oldest]
+        self._expired.pop(session.key, None)  # so that the order is that of the times
+        self._expired[session.key] = Expired(session.origin, now)
