@@ -12,6 +12,7 @@ from kvservice.wire import convert
 from kvservice_client._extents import Extent, Lengths
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
+from kvservice_client._outcomes import CopiesChanged
 from kvservice_client._padding import Padding
 
 
@@ -27,7 +28,7 @@ def refresh(mirror: Mirror, links: Links, *, is_cut_next: bool = False) -> dict[
 
     Raises:
         StaleEpoch: Somebody has taken the session over.
-        CopiesChanged: Of two copies one was behind.
+        CopiesChanged: Of two copies one was behind, or there is one more.
     """
     nothing = (0,) * mirror.num_rows
     # Nobody can be asked what a lost extent held; it was at least what is known.
@@ -64,6 +65,8 @@ def _ask_where(mirror: Mirror, links: Links, extent: Extent) -> SessionInfo:
     answer = links.unary(extent, "GetSession", types_pb2.GetSessionRequest(session_id=mirror.id))
     info = convert.session_from_pb(answer.session)
     if info.epoch != mirror.epoch:
+        if mirror.spec.replicas > 1 and links.copies.finds_new(extent):
+            raise CopiesChanged("the session has a copy more")
         raise StaleEpoch(
             f"the session is at epoch {info.epoch}, this holder at {mirror.epoch}",
             epoch=info.epoch,
