@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -49,6 +49,13 @@ class Extent:
     def copies(self) -> tuple[Extent, ...]:
         """This one, which is asked, and its twin."""
         return (self,) if self.twin is None else (self, self.twin)
+
+    def move_to(self, told: core.Extent) -> None:
+        """Be on another worker from now on. What it holds is what it was."""
+        self.close_stream()
+        self.worker_id, self.address = told.worker_id, told.address
+        self.incarnation, self.capability = told.incarnation, told.capability
+        self.stay = told.stay
 
     def hand_over(self) -> Extent:
         """Let the twin be the one that is asked, and have no twin; return it."""
@@ -100,8 +107,8 @@ def adopt(
     extents: list[Extent] = []
     spares: list[Extent] = []
     grouped = _grouped(told)
-    for index, (one, *others) in enumerate(grouped):
-        extent = _holder(known, (one, *others))
+    holders = _holders(known, grouped)
+    for index, ((one, *others), extent) in enumerate(zip(grouped, holders, strict=True)):
         if extent is None:
             extent = Extent(
                 one.address,
@@ -128,17 +135,35 @@ def adopt(
     return extents, spares
 
 
-def _holder(known: Sequence[Extent], told: Sequence[core.Extent]) -> Extent | None:
-    """Return the extent that has one of these copies."""
+def _holders(
+    known: Sequence[Extent], grouped: Sequence[Sequence[core.Extent]]
+) -> list[Extent | None]:
+    """Return for each group of copies the extent that has them: one of them, or, where none of the
+    extent's own is told of, what has come of it elsewhere."""
+    found = [_find(_is_same, known, told) for told in grouped]
+    left = [extent for extent in known if extent not in found]
+    return [
+        holder or _find(_has_moved, left, told) for holder, told in zip(found, grouped, strict=True)
+    ]
+
+
+def _find(
+    matches: Callable[[Extent, core.Extent], bool],
+    known: Sequence[Extent],
+    told: Sequence[core.Extent],
+) -> Extent | None:
+    pairs = ((extent, one) for one in told for extent in known)
     return next(
-        (
-            extent
-            for one in told
-            for extent in known
-            if any(_is_same(copy, one) for copy in extent.copies)
-        ),
+        (extent for extent, one in pairs if any(matches(copy, one) for copy in extent.copies)),
         None,
     )
+
+
+def _has_moved(known: Extent, told: core.Extent) -> bool:
+    """Whether what is told of is what is known elsewhere, or a copy of it."""
+    if told.group:
+        return told.group == known.group
+    return bool(known.incarnation) and known.incarnation in told.replaces
 
 
 def _is_same(known: Extent, told: core.Extent) -> bool:
@@ -161,10 +186,14 @@ def _grouped(told: Sequence[core.Extent]) -> list[list[core.Extent]]:
 
 
 def _pair(extent: Extent, told: Sequence[core.Extent]) -> None:
-    """Take over what is told of an extent's copies. A twin that is not mentioned stays one."""
+    """Take over what is told of an extent's copies. What is not mentioned stays one, if there are
+    others: its own worker says whether it has gone."""
     for one in told:
         known = next((copy for copy in extent.copies if _is_same(copy, one)), None)
-        if known is None and extent.twin is None:
+        if known is None and not one.group:
+            known = extent
+            known.move_to(one)
+        elif known is None and extent.twin is None:
             known = extent.twin = Extent(
                 one.address, one.incarnation, (), (), one.worker_id, group=one.group
             )

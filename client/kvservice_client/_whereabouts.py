@@ -73,11 +73,8 @@ class Whereabouts:
         self.show(told, ticket)
 
     def go_to(self, extent: Extent, told: core.Extent) -> None:
-        """Let an extent be on another worker. What it holds is what it was."""
-        extent.close_stream()
-        extent.worker_id, extent.address = told.worker_id, told.address
-        extent.incarnation, extent.capability = told.incarnation, told.capability
-        extent.stay = told.stay
+        """Let an extent be on another worker, and no other part of the session there."""
+        extent.move_to(told)
         for other in self._mirror.everywhere:
             if other is not extent and other.incarnation == told.incarnation:
                 self._make_way(other)

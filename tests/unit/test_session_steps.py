@@ -428,6 +428,32 @@ def test_a_part_that_has_come_again_is_not_the_one_that_was_there() -> None:
     assert not tail.knows_padding
 
 
+@pytest.mark.parametrize("group", [0, 3], ids=["alone", "a copy"])
+def test_a_part_that_has_moved_is_not_another_one(group: int) -> None:
+    """What is told of elsewhere is the part that we know where it was; its copy becomes one."""
+    first = Extent("a", "i", (0,), (9,), "w0", stay="first", group=group and 1)
+    spare = Extent("b", "j", (9,), (9,), "w1", stay="second", group=group)
+    told = [
+        Told("w0", "a", "i", (0,), (9,), stay="first", group=group and 1),
+        Told("w2", "c", "k", (9,), (9,), replaces=("j",), stay="third", group=group),
+    ]
+    (known, tail), spares = adopt([first, spare], told, (9,), 1)
+    assert (known, tail) == (first, spare)
+    assert not spares
+    if not group:
+        assert (tail.worker_id, tail.address, tail.incarnation, tail.stay) == (
+            "w2",
+            "c",
+            "k",
+            "third",
+        )
+        assert tail.twin is None
+    else:
+        assert tail.address == "b"
+        assert tail.twin is not None
+        assert (tail.twin.address, tail.twin.stay) == ("c", "third")
+
+
 # Queries
 
 
