@@ -380,6 +380,7 @@ class Changes:
         mirror.extents, mirror.spares = adopt(
             (), links.connections.extents_of(session), mirror.longest(), mirror.spec.spread
         )
+        mirror.go_on_where_missing()
         links.whereabouts.follow_extents()
 
     def _tell_front(self) -> None:

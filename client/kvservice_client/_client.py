@@ -277,6 +277,7 @@ class Client:
         for missing in told:
             if not missing.incarnation:
                 mirror.miss(missing.starts)
+        mirror.go_on_where_missing()
         return Session(self._connections, self._leases, mirror, self)
 
 

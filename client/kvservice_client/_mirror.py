@@ -376,6 +376,13 @@ class Mirror:
             self._goes_further = False
             self.num_changed += 1
 
+    def go_on_where_missing(self) -> None:
+        """Let all go to the next epoch if there are fewer copies of something than there should
+        be: one that nobody has reached may be at this epoch, and is not to be taken for another
+        one of what is stored from now on."""
+        if self.misses_copies:
+            self.num_changed += 1
+
     def go_on_twice(self) -> None:
         """Let all go to the next epoch, and then to one more: there may be copies at the first of
         which nobody here knows."""

@@ -32,5 +32,6 @@ def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError 
     mirror.extents, mirror.spares = adopt(
         mirror.living, links.connections.extents_of(session), mirror.longest(), mirror.spec.spread
     )
+    mirror.go_on_where_missing()
     settle_extents(mirror, links)
     return None

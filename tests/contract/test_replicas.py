@@ -15,6 +15,7 @@ from kvservice.clock import SystemClock
 from kvservice.core.caller import ANONYMOUS
 from kvservice.core.errors import Conflict, Unavailable
 from kvservice.manager import moves
+from kvservice.wire import convert
 from kvservice_client import (
     Client,
     ClientConfig,
@@ -544,9 +545,67 @@ def test_a_copy_that_has_come_where_one_was(
     driver.check_stored()
 
 
+def test_what_a_copy_was_made_of_is_given_up(
+    start_here: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder finishes a change with the copy that has come where one was, and hears of that
+    only as it leaves the other one behind, which is at the same epoch: it goes on to one that
+    nobody else has."""
+    monkeypatch.setattr(moves, "MISSING_FOR_S", 0.1)
+    backend = start_here(num_workers=2)
+    faults, client = faulty(backend, IMPATIENT)
+    driver = Driver.open(client, num_rows=2, replicas=2, page_size=4)
+    driver.step(6)
+    [[source, anew]] = copies(driver)
+    faults.lose("Select", "answer", times=1000, after=2)  # both have checked it, and one has it
+    faults.lose("GetSession", "request", times=1000)
+    with pytest.raises(Unavailable):
+        driver.session.select([1, 1])
+    backend.workers[backend.index_of(anew.worker_id)].leases.release(TENANT, [driver.session.id])
+    restore(backend, driver, times=2)
+    faults.forget()
+    faults.cut(source.address)
+    driver.select([1, 1])
+    driver.step()
+    assert [copy.worker_id for copy in copies(driver)[0]] == [anew.worker_id]
+    left = backend.workers[backend.index_of(source.worker_id)].access.get(TENANT, driver.session.id)
+    assert left.epoch < driver.session.epoch
+    driver.check_stored()
+    faults.heal(source.address)
+    clean_up(backend, driver)
+
+
+@pytest.mark.parametrize("opens", [True, False], ids=["opened", "attached"])
+def test_what_is_missing_is_left_behind(start_here: Start, opens: bool) -> None:
+    """A session of which only one copy is told may have another one, which nobody has reached: it
+    goes on at an epoch of its own before it stores anything."""
+    backend = start_here(num_workers=2)
+    driver = Driver.open(backend.connect(config=QUICK), num_rows=1, replicas=2, page_size=4)
+    first, second = (backend.index_of(copy.worker_id) for copy in copies(driver)[0])
+    if not opens:
+        driver.step(6)
+    session_id = driver.session.detach()
+    hidden = backend.workers[second].access.get(TENANT, session_id)
+    backend.bury(second)
+    holder = backend.connect(config=QUICK)
+    if opens:
+        told = backend.workers[first].access.get(TENANT, session_id)
+        session = holder._session(convert.session_to_pb(told))
+    else:
+        session = holder.attach(session_id)
+    other = Driver(session, dense=driver.dense)
+    assert len(copies(other)[0]) == 1
+    other.step(2)
+    assert session.epoch == hidden.epoch + (1 if opens else 2)
+    other.check_stored()
+    clean_up(backend, other)
+
+
+@pytest.mark.parametrize("is_in_doubt", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_copy_is_found_by_any_call(start_here: Start, change: str) -> None:
-    """Its holder learns of it by whatever it does next, also in the middle of a step."""
+def test_a_copy_is_found_by_any_call(start_here: Start, change: str, is_in_doubt: bool) -> None:
+    """Its holder learns of it by whatever it does next, also in the middle of a step, and where it
+    first asks what is stored."""
     backend = start_here(num_workers=2)
     driver = Driver.open(backend.connect(config=QUICK), replicas=2, page_size=4)
     driver.step(6)
@@ -556,6 +615,7 @@ def test_a_copy_is_found_by_any_call(start_here: Start, change: str) -> None:
     restore(backend, driver)
     if change == "roll_back":
         driver.step(layers=[1])
+    driver.session._mirror.uncertain = is_in_doubt
     CHANGES[change](driver)
     driver.step()
     assert [len(group) for group in copies(driver)] == [2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import traceback
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="from which on (default: 0)")
     parser.add_argument("--seed", type=int, help="only this one, with all that happens in it")
     arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # of all that goes wrong in here, as it is meant to
     if arguments.seed is not None:
         report = run_seed(arguments.seed, keep_log=True)
         print(*report.log, sep="\n")

@@ -258,6 +258,8 @@ class Decoder:
         """
         session = self._session()
         for extent in session._mirror.extents:
+            if not self.replaced:
+                self._check_no_other_copy(extent)
             held: list[tuple[int, int, int, dict[int, tuple[int, ...]]]] = []
             contents: list[Array] = []
             for copy in extent.copies:
@@ -280,6 +282,25 @@ class Decoder:
                 not np.array_equal(contents[0], other) for other in contents[1:]
             ):
                 raise WrongTokens("copies have the same lengths, and not the same tokens")
+
+    def _check_no_other_copy(self, extent: Extent) -> None:
+        """No worker holds tokens as a copy at the session's epoch that the session does not feed:
+        if all that it feeds should die, that one would be taken for it. One that holds none may be:
+        an Allocate without an answer; whoever finds it is told that nothing is left."""
+        session = self._session()
+        known = {copy.incarnation for copy in extent.copies}
+        for worker in self.process.world.workers.values():
+            here = worker.worker._sessions.peek(ANONYMOUS.tenant, session.id)
+            if (
+                worker.alive
+                and here is not None
+                and extent.group
+                and here.group == extent.group
+                and here.epoch == session.epoch
+                and any(map(any, here.lengths.values()))
+                and known.isdisjoint((worker.worker.config.incarnation, *here.replaces))
+            ):
+                raise WrongTokens(f"{worker.name} has a copy that is not fed any more")
 
     def _num_copied_anew(self, worker: PageWorker, epoch: int) -> int:
         """By how many epochs a worker is further because copies of what it holds have been made

@@ -104,13 +104,21 @@ class World:
 
     def has_ended(self, session_id: str) -> bool:
         """Whether a worker has ended (a part of) a session, or its lease there is over: who asks
-        from then on is told that it is not found, and the worker frees it when it looks next."""
-        return session_id in self.ended or any(
-            session.key[1] == session_id
-            and not worker.worker._sessions.holds(session, self.loop.now)
-            for worker in self.workers.values()
-            if worker.alive
-            for session in worker.worker._sessions.all()
+        from then on is told that it is not found, and the worker frees it when it looks next. So
+        it is where the session has moved from, and its lease was not renewed since."""
+        tables = [one.worker._sessions for one in self.workers.values() if one.alive]
+        return (
+            session_id in self.ended
+            or any(
+                session.key[1] == session_id and not table.holds(session, self.loop.now)
+                for table in tables
+                for session in table.all()
+            )
+            or any(
+                key[1] == session_id and self.loop.now >= moved.known_until
+                for table in tables
+                for key, moved in table._moved.items()
+            )
         )
 
     def used_pages(self) -> int:

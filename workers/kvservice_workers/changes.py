@@ -210,7 +210,9 @@ class Changes:
     def go_on(self, tenant: str, session_id: str, epoch: int) -> SessionInfo:
         """Begin the next epoch for the session's holder, in the middle of its step.
 
-        It has given up another copy, which is told by being an epoch behind.
+        It has given up another copy, which is told by being an epoch behind. Where the next epoch
+        has begun with a copy already, what it has given up may be at that too: whoever asks where
+        the session went is told so, until the holder has been heard from at this epoch.
 
         Raises:
             SessionNotFound, StaleEpoch: Nothing has changed.
@@ -218,9 +220,8 @@ class Changes:
         with self._access.changing(tenant, session_id) as session:
             if not self._is_repeat(session, epoch, GO_ON):
                 session.go_on()
-                self._sessions.changed(session)
-            if epoch == session.epoch - 1:  # the holder is here
                 session.unheard_from = 0
+                self._sessions.changed(session)
             return self._access.info(session)
 
     # -- inside
