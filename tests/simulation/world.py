@@ -67,6 +67,7 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.clients: list[SimClient] = []
         self.ended: set[str] = set()  # sessions of which a worker has ended something
+        self.expired: set[str] = set()  # because a lease was over
         # Sessions whose holder was told that they are open, by the manager's life that has told it;
         # and those that a late copy of the request may have opened again, in another life.
         self.opened: dict[str, SimManager] = {}
@@ -265,6 +266,8 @@ class SimWorker(Process):
         def note_and_remove(session: WorkerSession, reason: str) -> None:
             if reason != "move":
                 self._world.ended.add(session.key[1])
+            if reason == "lease_expired":
+                self._world.expired.add(session.key[1])
             remove(session, reason)
 
         self.worker.leases._remove = note_and_remove  # type: ignore[method-assign]

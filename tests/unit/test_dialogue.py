@@ -133,6 +133,7 @@ def test_interrupted_anywhere(converse: _Conversation, monkeypatch: pytest.Monke
 )
 def test_line_that_comes_in_parts(converse: _Conversation) -> None:
     """A line counts when it is whole, however it is cut up on the way."""
+
     def check() -> None:
         if converse.heard:
             Path(f"{converse.driver}.go").touch()
