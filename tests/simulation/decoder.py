@@ -558,8 +558,8 @@ class Decoder:
                 self.kept.append(self.session)
                 self.num_taken[self.session.id] = self.process.world.taken[self.session.id]
                 world, is_lost = self.process.world, self.session._mirror.find_lost() is not None
-                # Nobody can tell, if the manager and all that knew the session have died before; nor
-                # if its lease was over, but where an Allocate without an answer had opened it too.
+                # Nobody can tell, if the manager and all that knew the session have died before, or
+                # its lease was over, but where an Allocate without an answer had opened it too.
                 is_lost = is_lost or self.session.id in world.reopened | world.expired
                 if is_lost:  # its next call would say so
                     self.story.errors.append(PagesLost.reason)
