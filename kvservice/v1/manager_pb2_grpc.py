@@ -148,7 +148,7 @@ class PageManagerServiceServicer(object):
         Repeat-safe by the session id: the same id and request give the same answer.
 
         Errors:
-        ALREADY_EXISTS     the id is in use for another request
+        ALREADY_EXISTS     the id is in use for another request, or its lease was over a moment ago
         OUT_OF_PAGES       the reservation does not fit now; RetryInfo says when to try again
         TOO_MANY_SESSIONS, QUOTA_EXCEEDED
         DRAINING           every worker is leaving
