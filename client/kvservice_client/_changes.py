@@ -22,7 +22,7 @@ from kvservice.core.errors import (
 )
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
-from kvservice_client._arrays import to_ints
+from kvservice_client._arrays import to_int, to_ints
 from kvservice_client._ask import read_positions
 from kvservice_client._connections import FRONT
 from kvservice_client._extents import Extent, Lengths, adopt
@@ -154,8 +154,8 @@ class Changes:
         longest = mirror.longest()
         if keep is not None:
             lengths = read_positions(keep, mirror.num_rows, "keep")
-        elif type(num_tokens) is int and num_tokens >= 0:
-            lengths = tuple(max(0, length - num_tokens) for length in longest)
+        elif (count := to_int(num_tokens)) is not None and count >= 0:
+            lengths = tuple(max(0, length - count) for length in longest)
         else:
             raise InvalidRequest(f"num_tokens must be at least 0, got {num_tokens!r}")
         nothing_to_do = mirror.find_lost() is None and not mirror.is_late_possible

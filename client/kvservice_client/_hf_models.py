@@ -64,8 +64,10 @@ def use_remote_attention(model: Any) -> Any:
     part = next(
         (key for key in model.config.sub_configs if getattr(model.config, key) is text), None
     )
+    before = text._attn_implementation
     model.set_attn_implementation({part: ATTENTION} if part is not None else ATTENTION)
     if model.get_decoder().config._attn_implementation != ATTENTION:
+        model.set_attn_implementation({part: before} if part is not None else before)
         raise ValueError(f"{name} did not take the attention implementation {ATTENTION!r}")
     return model
 

@@ -29,9 +29,13 @@ def find_room(mirror: Mirror, links: Links, token_count: int) -> KVServiceError 
         session = links.connections.ask(FRONT, "Append", request).session
     except KVServiceError as error:
         return error
+    before = mirror.living
     mirror.extents, mirror.spares = adopt(
-        mirror.living, links.connections.extents_of(session), mirror.longest(), mirror.spec.spread
+        before, links.connections.extents_of(session), mirror.longest(), mirror.spec.spread
     )
+    for extent in before:
+        if extent not in mirror.living:
+            extent.close_streams()
     mirror.go_on_where_missing()
     settle_extents(mirror, links)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,8 @@ class StaticCache(TensorCache):
             InvalidRequest, IndexError: Not such tensors; a layer that cannot be.
         """
         options = cache_kwargs or {}
+        if not isinstance(options, Mapping):
+            raise InvalidRequest(f"cache_kwargs must be a dict, got {cache_kwargs!r}")
         layer = find_layer(layer_idx, len(self.key_cache))
         if layer >= MAX_LAYERS:
             raise InvalidRequest(f"layer_idx must be below {MAX_LAYERS}, got {layer}")

@@ -41,7 +41,7 @@ def open_driver(start: Start) -> Callable[..., Driver]:
 def test_pop(open_driver: Callable[..., Driver], spread: int) -> None:
     """The newest tokens go, by number or by what stays; more than there are: all."""
     driver = open_driver(spread)
-    driver.pop(3)
+    driver.pop(np.int64(3))
     driver.step(2)
     driver.pop(keep=[10, 4])
     driver.step()

@@ -234,6 +234,13 @@ def test_cache_position_of_the_wrong_form(cache: StaticCache, given: torch.Tenso
     fails_without_change(cache, InvalidRequest, lambda: write(cache, [9], 0, options))
 
 
+def test_options_that_are_no_dict(cache: StaticCache) -> None:
+    """Refused before anything is written."""
+    write(cache, [1])
+    options: Any = 5
+    fails_without_change(cache, InvalidRequest, lambda: write(cache, [9], 0, options))
+
+
 def test_counters_after_update(cache: StaticCache) -> None:
     """Row `counters after update`: tokens written, wherever they went."""
     write(cache, [1], 0, at(5))

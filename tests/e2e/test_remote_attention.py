@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,9 +71,18 @@ def _indexed() -> Any:
     return model
 
 
+def _deaf() -> Any:
+    """A model whose decoder has a configuration of its own, which no setting reaches."""
+    model = models.family("llama").model_class(models.family("llama").config())
+    decoder = SimpleNamespace(config=copy.deepcopy(model.config))
+    model.get_decoder = lambda: decoder
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
+        (_deaf, "did not take"),
         (_falcon, "does not go through transformers' AttentionInterface"),
         (_latents, "MLA"),
         (_indexed, "indexed_attention"),
