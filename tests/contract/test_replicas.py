@@ -495,12 +495,13 @@ def test_a_copy_is_made_again_and_again(start: Start) -> None:
     check_equal(backend, driver)
 
 
+@pytest.mark.parametrize("is_forked", [False, True])
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_holder_that_was_idle_for_long(
-    start_here: Start, times: int, monkeypatch: pytest.MonkeyPatch
+    start_here: Start, times: int, is_forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody renews the lease of a copy of which the holder has not heard, and it is made again:
-    the session is the holder's as before."""
+    the session is the holder's as before, also if others have forked it meanwhile."""
     monkeypatch.setattr(moves, "MISSING_FOR_S", 0.1)
     backend = start_here(num_workers=2)
     driver = Driver.open(backend.connect(config=QUICK), num_rows=1, replicas=2, page_size=4)
@@ -510,6 +511,8 @@ def test_a_holder_that_was_idle_for_long(
     other = backend.workers[1 - backend.index_of(source)]
     for time in range(times):
         restore(backend, driver, time + 1)
+        if is_forked:
+            backend.connect(config=QUICK).fork(driver.session.id).release()
         if time < times - 1:
             other.leases.release(TENANT, [driver.session.id])
     driver.step()

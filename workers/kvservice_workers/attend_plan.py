@@ -44,7 +44,7 @@ def plan_attend(session: WorkerSession, call: AttendCall) -> AttendPlan:
         Whatever `worker.proto` lists for Attend; OUT_OF_PAGES only where the step was refused
         before.
     """
-    session.check_epoch(call.epoch)
+    session.check_holder(call.epoch)
     new_step, header = _step_of(session, call)
     window = session.window_of(call.layer)
     if call.k is not None and call.v is not None:

@@ -66,7 +66,7 @@ class Changes:
         if not 1 <= token_count <= MAX_TOKENS:
             raise InvalidRequest(f"token_count must be at least 1, got {token_count}")
         with self._access.changing(tenant, session_id) as session:
-            session.check_epoch(epoch)
+            session.check_holder(epoch)
             session.check_rows(expected_lengths, "expected_lengths")
             before = session.starts
             session.begin_behind(expected_lengths)
@@ -95,7 +95,7 @@ class Changes:
             SessionNotFound, StaleEpoch: Nothing has changed.
         """
         with self._access.changing(tenant, session_id) as session:
-            session.check_epoch(epoch)
+            session.check_holder(epoch)
             session.go_on_at(followed_by)
             self._promises.lapse(session)
             return self._access.info(session)

@@ -237,12 +237,15 @@ class WorkerSession:
         self.frozen = None  # nobody has taken it over
 
     def check_epoch(self, epoch: int) -> None:
-        """Check that a call is its holder's, who has then heard of all copies."""
         if epoch != self.epoch:
             raise StaleEpoch(
                 f"the session is at epoch {self.epoch}, the call at {epoch}",
                 epoch=self.epoch,
             )
+
+    def check_holder(self, epoch: int) -> None:
+        """Check that a call is the holder's, who has then heard of all copies."""
+        self.check_epoch(epoch)
         self.unheard_from = 0
 
     def check_rows(self, values: Sequence[int], name: str) -> None:

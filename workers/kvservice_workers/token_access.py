@@ -45,7 +45,7 @@ class TokenAccess:
             Whatever `worker.proto` lists for Write. Nothing has changed.
         """
         with self._access.storing(tenant, call.session_id) as session:
-            session.check_epoch(call.epoch)
+            session.check_holder(call.epoch)
             _check_number(session, call.number)
             if _is_carried_out(session, call.number):
                 with self._lock:
