@@ -224,8 +224,11 @@ class Leases:
             epochs=[lease.epoch for lease in leases],
             unsettled_ids=[lease.session_id for lease in leases if lease.unsettled],
         )
+        with self._lock:  # those that are to be renewed do not wait for long
+            shortest_s = min((lease.ttl_s for lease in self._leases), default=math.inf)
+        timeout_s = min(self._release_s, max(1.0, shortest_s / 6))
         answer = self._connections.ask(
-            address, "Release", request, timeout_s=self._release_s, detection=DEAD_AT_THE_END
+            address, "Release", request, timeout_s=timeout_s, detection=DEAD_AT_THE_END
         )
         moved = set(answer.moved_session_ids)
         return [lease for lease in leases if lease.session_id in moved]

@@ -21,6 +21,7 @@ class Network:
     def __init__(self) -> None:
         self.log: list[tuple[str, str, list[str]]] = []
         self.away: set[str] = set()
+        self.patience_s = 0.0  # of whoever called last
 
     def dial(self, address: str) -> Any:
         return Server(self, address)
@@ -38,6 +39,7 @@ class Server:
         if self.address in self.network.away:
             raise Unavailable("away")
         self.network.log.append((self.address, method, sorted(request.session_ids)))
+        self.network.patience_s = timeout_s
         return {
             "Release": types_pb2.ReleaseResponse,
             "RenewLease": types_pb2.RenewLeaseResponse,
@@ -174,6 +176,18 @@ def test_releases_go_together(leases: Leases, network: Network) -> None:
         ("w0", "Release", ["a", "b", "open"]),
         ("w1", "Release", ["b"]),
     ]
+
+
+@pytest.mark.parametrize(("ttl_s", "patience_s"), [(60.0, 5.0), (12.0, 2.0), (3.0, 1.0)])
+def test_releases_keep_nobody_waiting(
+    leases: Leases, network: Network, ttl_s: float, patience_s: float
+) -> None:
+    """A worker that is slow has some seconds, as far as leases that are to be renewed have them."""
+    lease(leases, "held", "w0", ttl_s=ttl_s)
+    leases.release_soon(lease(leases, "let go", "w1"))
+    leases.look()
+    assert network.take() == [("w1", "Release", ["let go"])]
+    assert network.patience_s == patience_s
 
 
 def test_the_thread(network: Network) -> None:
