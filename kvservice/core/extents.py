@@ -15,23 +15,23 @@ def merge_sessions(infos: Sequence[SessionInfo]) -> SessionInfo:
 
     Extents come in position order, the tail last. Those that hold nothing, and could not take the
     next token, come before all others. A layer's length reaches as far as its tokens follow each
-    other without a gap.
+    other without a gap. The epoch is one at which all were what they are.
 
     Args:
         infos: At least one, of one session; each with one extent.
 
     Raises:
-        Conflict: The workers are at different epochs: a structural change is half done, and must
-            be repeated until all have it.
+        Conflict: There is no such epoch: a structural change is half done, and must be repeated
+            until all workers have it.
         PagesLost: Tokens are missing between two extents, or before the first.
     """
     epochs = sorted({info.epoch for info in infos})
-    if len(epochs) > 1:
+    if max(info.same_since_epoch or info.epoch for info in infos) > epochs[0]:
         raise Conflict(
             f"a change is half done, the session's workers are at epochs {epochs}: repeat it",
             epochs=",".join(map(str, epochs)),
         )
-    merged = join_parts(infos)
+    merged = replace(_joined(without_laggards(infos)), epoch=epochs[0])
     gap = find_gap(merged.extents)
     if gap is not None:
         raise pages_lost(gap)
@@ -40,7 +40,11 @@ def merge_sessions(infos: Sequence[SessionInfo]) -> SessionInfo:
 
 def join_parts(infos: Sequence[SessionInfo]) -> SessionInfo:
     """As `merge_sessions`, without the checks: of a half-done change, what the newest parts say."""
-    ordered = in_order(_newest(infos))
+    return _joined(_newest(infos))
+
+
+def _joined(infos: Sequence[SessionInfo]) -> SessionInfo:
+    ordered = in_order(infos)
     num_layers = max(len(info.lengths) for info in ordered)
     return replace(
         # The one with the reservation: extents that were added later have none.

@@ -151,7 +151,8 @@ class SessionInfo:
 
     `padding` is told to those who take a session over: by row, rising. If it is `unlisted`, there
     is too much to be told, and `padding` is empty. `last_write` and `current_step` are the numbers
-    of the newest write and step of this epoch; 0: there was none.
+    of the newest write and step of this epoch; 0: there was none. `same_since_epoch` is that since
+    which nothing has changed but copies, which were made or given up; 0: it is `epoch`.
     """
 
     session_id: str
@@ -164,6 +165,7 @@ class SessionInfo:
     padding_unlisted: bool = False
     last_write: int = 0
     current_step: int = 0
+    same_since_epoch: int = 0
 
     def check_padding_listed(self) -> None:
         """Refuse to go on without knowing what is padding.

@@ -53,6 +53,8 @@ class Forks:
         forwarded = copy_of(request, clip=len(parts) > 1)
         forked: list[Part] = []
         for part in parts:
+            if request.epoch == parent.epoch:  # at which this part was what it is
+                forwarded.epoch = part.info.epoch
             try:
                 answer = self._calls.ask(part.worker_id, "Fork", forwarded, caller)
             except KVServiceError:

@@ -114,7 +114,7 @@ class LayerLengths(_message.Message):
     def __init__(self, lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("session_id", "epoch", "step", "spec", "extents", "layers", "padding", "padding_unlisted", "last_write", "current_step")
+    __slots__ = ("session_id", "epoch", "step", "spec", "extents", "layers", "padding", "padding_unlisted", "last_write", "current_step", "same_since_epoch")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Session(_message.Message):
     PADDING_UNLISTED_FIELD_NUMBER: _ClassVar[int]
     LAST_WRITE_FIELD_NUMBER: _ClassVar[int]
     CURRENT_STEP_FIELD_NUMBER: _ClassVar[int]
+    SAME_SINCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     step: int
@@ -135,7 +136,8 @@ class Session(_message.Message):
     padding_unlisted: bool
     last_write: int
     current_step: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLengths, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[RowRange, _Mapping]]] = ..., padding_unlisted: bool = ..., last_write: _Optional[int] = ..., current_step: _Optional[int] = ...) -> None: ...
+    same_since_epoch: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., spec: _Optional[_Union[SessionSpec, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., layers: _Optional[_Iterable[_Union[LayerLengths, _Mapping]]] = ..., padding: _Optional[_Iterable[_Union[RowRange, _Mapping]]] = ..., padding_unlisted: bool = ..., last_write: _Optional[int] = ..., current_step: _Optional[int] = ..., same_since_epoch: _Optional[int] = ...) -> None: ...
 
 class RowRange(_message.Message):
     __slots__ = ("row", "start", "stop")

@@ -253,6 +253,7 @@ def session_to_pb(info: core.SessionInfo) -> types_pb2.Session:
         padding_unlisted=info.padding_unlisted,
         last_write=info.last_write,
         current_step=info.current_step,
+        same_since_epoch=info.same_since_epoch,
     )
 
 
@@ -271,6 +272,7 @@ def session_from_pb(pb: types_pb2.Session) -> core.SessionInfo:
         padding_unlisted=pb.padding_unlisted,
         last_write=not_negative([pb.last_write], "last_write")[0],
         current_step=not_negative([pb.current_step], "current_step")[0],
+        same_since_epoch=not_negative([pb.same_since_epoch], "same_since_epoch")[0],
     )
 
 

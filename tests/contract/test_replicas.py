@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -556,7 +557,7 @@ def test_what_a_copy_was_made_of_is_given_up(
     nobody else has."""
     monkeypatch.setattr(moves, "MISSING_FOR_S", 0.1)
     backend = start_here(num_workers=2)
-    faults, client = faulty(backend, IMPATIENT)
+    faults, client = faulty(backend, replace(IMPATIENT, timeout_s=5.0))
     driver = Driver.open(client, num_rows=2, replicas=2, page_size=4)
     driver.step(6)
     [[source, anew]] = copies(driver)
@@ -679,6 +680,40 @@ def test_a_third_copy(change: str, which: int) -> None:
         assert held_at(backend, driver.session.id) == [driver.session.epoch] * 2
         check_equal(backend, driver)
         driver.check_stored()
+
+
+@pytest.mark.usefixtures("missed_soon")
+def test_who_forks_need_not_wait_for_the_holder(start_here: Start) -> None:
+    """A copy of one part of a session was made while its holder rests: the parts are at different
+    epochs, and the same session."""
+    backend = start_here(num_workers=4)
+    driver = Driver.open(backend.connect(config=QUICK), spread=2, replicas=2, page_size=4)
+    driver.step(11)
+    lost = copies(driver)[0][1]
+    backend.kill(backend.index_of(lost.worker_id))
+    backend.restart(backend.index_of(lost.worker_id))
+    before = driver.session.epoch
+
+    def is_there() -> bool:
+        backend.beat()
+        backend.manager.look_after_moves()
+        return sorted(held_at(backend, driver.session.id)) == [before] * 2 + [before + 1] * 2
+
+    eventually(is_there, timeout_s=20.0)
+    other = backend.connect(config=QUICK)
+    for token_count in (None, 7, 2):
+        dense = driver.dense.fork()
+        if token_count is not None:
+            dense.pop(keep=token_count)
+        child = Driver(other.fork(driver.session.id, token_count), dense=dense)
+        child.check_stored()
+        child.step()
+        child.check_stored()
+        child.session.release()
+    driver.step()
+    assert [len(group) for group in copies(driver)] == [2, 2]
+    check_equal(backend, driver)
+    driver.check_stored()
 
 
 @pytest.mark.usefixtures("missed_soon")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvservice.core.errors import Conflict
 from kvservice.core.extents import (
     current,
     find_loss,
@@ -132,3 +133,31 @@ def test_copies_that_hold_nothing(num_empty: int) -> None:
     assert find_loss(infos) is not None
     other = replace(one, extents=(replace(one.extents[0], group=2),))
     assert find_loss([*infos, other]) is None
+
+
+def test_parts_that_differ_by_copies_alone() -> None:
+    """Where copies of one part were made or given up, and the others are yet to come along, there
+    is an epoch at which all are what they are; after another change there is none."""
+    spec = SessionSpec(1, spread=2, replicas=2)
+    whole = SessionInfo(SESSION_ID, 5, 1, spec, ())
+    first, copy = (
+        replace(
+            whole,
+            epoch=7,
+            same_since_epoch=5,
+            extents=(Extent(life, "", life, (0,), (4,), "C", group=1),),
+            lengths=((4,),),
+        )
+        for life in "AB"
+    )
+    tail = replace(
+        whole, extents=(Extent("C", "", "C", (4,), (9,), group=2),), lengths=((9,),), epoch=6
+    )
+    merged = merge_sessions([tail, first, copy])
+    assert (merged.epoch, merged.lengths) == (6, ((9,),))
+    assert [extent.incarnation for extent in merged.extents] == ["A", "B", "C"]
+    assert merge_sessions([replace(tail, epoch=5), first]).epoch == 5
+    for changed in (replace(tail, epoch=4), replace(tail, epoch=8)):
+        with pytest.raises(Conflict, match="half done"):
+            merge_sessions([changed, first])
+    assert merge_sessions([replace(tail, epoch=8, same_since_epoch=7), first]).epoch == 7

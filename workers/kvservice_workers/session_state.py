@@ -328,10 +328,15 @@ class WorkerSession:
         """
         if stay and stay != self.stay:
             return False  # it was overtaken by what has begun here since
+        if self.same_since_epoch:  # nobody has taken it over by that
+            return self.same_since_epoch <= up_to
         is_own = unsettled and self.last_change not in (None, "attach")
-        if is_own or self.last_change == GO_ON:  # nobody has taken it over by that
-            return (self.unheard_from or self.epoch - 1) <= up_to
-        return self.epoch <= up_to
+        return self.epoch - is_own <= up_to
+
+    @property
+    def same_since_epoch(self) -> int:
+        """The epoch since which nothing has changed but copies; 0: the last change was another."""
+        return self.unheard_from or (self.epoch - 1 if self.last_change == GO_ON else 0)
 
     def go_on(self) -> None:
         """Begin an epoch for the same holder, in the middle of whatever is in progress."""

@@ -62,6 +62,7 @@ def session_info(
         padding_unlisted=padding is None,
         last_write=session.last_write,
         current_step=0 if session.step is None else session.step.number,
+        same_since_epoch=session.same_since_epoch,
     )
 
 
