@@ -19,6 +19,7 @@ from kvservice.core.errors import (
     PagesLost,
     QuotaExceeded,
     SessionMoved,
+    SessionNotFound,
     Unavailable,
     WorkerLost,
 )
@@ -105,8 +106,9 @@ class Growth:
         """Return the parts of a session that was opened by an earlier copy of the request."""
         try:
             return self._lookup.parts(key, caller)
-        except PagesLost as error:
-            # It may as well have been opened in part only, with nothing there to be lost.
+        except (PagesLost, SessionNotFound) as error:
+            # It may as well have been opened in part only, with nothing there to be lost; or it has
+            # gone with the worker that took it over, which may live again and know nothing.
             raise WorkerLost(
                 "not all workers of the session can be had: open another one", retry_delay_s=1.0
             ) from error

@@ -393,9 +393,13 @@ def test_workers_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_array_equal(session.read(0)[0], k)
 
 
-def test_a_late_copy_of_the_request_that_opened_it() -> None:
+@pytest.mark.parametrize("is_known", [True, False], ids=["known dead", "of an unknown life"])
+def test_a_late_copy_of_the_request_that_opened_it(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It finds that the session has moved to a worker that has died since: nothing is opened, and
-    the caller, who may have no session yet, is not told that its pages are lost."""
+    the caller, who may have no session yet, is told neither that its pages are lost nor that there
+    is no such session. So it is with a manager that has started after that worker's death."""
     with embedded_backend(num_workers=2) as backend:
         session = backend.connect().open(num_rows=1)
         holder = backend.index_of(session._mirror.tail.worker_id)
@@ -405,8 +409,14 @@ def test_a_late_copy_of_the_request_that_opened_it() -> None:
         backend.move(session.id, 1 - holder)
         backend.kill(1 - holder)
         backend.manager._directory.end((ANONYMOUS.tenant, session.id), f"worker-{1 - holder}")
-        backend.bury(1 - holder)
+        if is_known:
+            backend.bury(1 - holder)
+        else:
+            backend.restart(1 - holder)
+            monkeypatch.setattr(backend.manager._directory, "state_of_life", lambda life: None)
+            monkeypatch.setattr(backend.manager._directory, "is_held_or_lost", lambda key: False)
         with pytest.raises(WorkerLost):
             backend.manager.allocate(request, ANONYMOUS)
         session.detach()
-        backend.restart(1 - holder)
+        if is_known:
+            backend.restart(1 - holder)
