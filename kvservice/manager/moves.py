@@ -57,7 +57,13 @@ MAX_MOVE_S: Final = 3600.0
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """A session on its way. `source` and `target` are workers' ids; `keep`: the source keeps it."""
+    """A session on its way.
+
+    Fields:
+        source, target: Workers' ids.
+        keep: The source keeps it.
+        asked_at: When the target was asked last, in the clock's monotonic seconds.
+    """
 
     key: SessionKey
     move_id: str
@@ -66,6 +72,7 @@ class Move:
     source_incarnation: str
     target: str
     keep: bool = False
+    asked_at: float = 0.0
 
 
 class Moves:
@@ -314,6 +321,7 @@ class Moves:
             source_is_dead=state is WorkerState.DEAD,
             keep=move.keep,
         )
+        move.asked_at = self._clock.monotonic()
         answer = self._calls.ask(move.target, "PullSession", request, SERVICE)
         self._failpoints.passed("manager.move.begun")
         return session_from_pb(answer.session) if answer.HasField("session") else None
@@ -321,12 +329,13 @@ class Moves:
     def _arrived(self, move: Move, info: SessionInfo) -> None:
         """Note where a session is now, and tell the worker before it, if there is one."""
         self._failpoints.passed("manager.move.done")
+        arrived = [Part(move.target, info)]
         if move.keep:
-            self._directory.note(move.key, [Part(move.target, info)])
+            self._directory.note(move.key, arrived, asked_at=move.asked_at)
             LOG.info("a session on worker %s has a copy on %s", move.source, move.target)
             return
         others = [one for one in self._directory.holders(move.key) if one != move.source]
-        self._directory.note(move.key, [Part(move.target, info)])
+        self._directory.note(move.key, arrived, asked_at=move.asked_at)
         self._directory.end(move.key, move.source)
         LOG.info("a session has moved from worker %s to %s", move.source, move.target)
         for worker_id in others:
