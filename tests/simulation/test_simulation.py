@@ -18,7 +18,6 @@ import pytest
 from kvservice.core.directory import Directory
 from kvservice.manager.lookup import Lookup
 from kvservice_client._changes import Changes
-from kvservice_client._copies import Copies
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._outcomes import FAILED
@@ -165,11 +164,6 @@ def steps_reach_one_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("kvservice_client._attend._for_twins", lambda calls: [])
 
 
-def a_copy_that_is_behind_counts(patch: pytest.MonkeyPatch) -> None:
-    for module in ("core.extents", "manager.forks", "manager.lookup"):
-        patch.setattr(f"kvservice.{module}.without_laggards", list)
-
-
 def a_copy_is_promoted_from_an_epoch_before(patch: pytest.MonkeyPatch) -> None:
     def not_left_behind(self: Lookup, key: Any, asked: Any) -> Any:
         return {worker_id: info for worker_id, info in asked.items() if info is not None}
@@ -199,10 +193,6 @@ def what_was_given_up_is_told_on(patch: pytest.MonkeyPatch) -> None:
 
     original = Mirror.give_up
     patch.setattr(Mirror, "give_up", give_up)
-
-
-def a_copy_that_was_made_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Copies, "look_for", lambda self, extent: None)
 
 
 # Of keys and values that are stored without attention.
@@ -279,8 +269,6 @@ MUTANTS: Final = {
     a_copy_is_promoted_from_an_epoch_before: 0,
     what_was_given_up_is_told_on: 75,
     what_was_given_up_stays_at_the_same_epoch: 155,
-    a_copy_that_was_made_is_forgotten: 1665,
-    a_copy_that_is_behind_counts: 885,
     writes_reach_one_copy: 0,
     writes_are_not_counted: 30,
     a_late_write_changes_the_step: 885,
