@@ -70,6 +70,8 @@ class _Life:
     dead: bool = False
     drain_by: float | None = None  # it is to leave, then at the latest
     restarts: int = 0
+    in_place_of: str = ""  # the incarnation that this one has replaced
+    heard_again: bool = False  # since it registered
 
 
 class Liveness:
@@ -92,6 +94,10 @@ class Liveness:
     def register(self, record: WorkerRecord, now: float) -> WorkerRecord | None:
         """Take a worker in, in place of another incarnation of it, if there is one.
 
+        Which of two came later is told by when they are heard alone. So one that was replaced may
+        come back where nothing has followed the message that replaced it: that was of a life
+        before, and late.
+
         Returns:
             What it has said of itself before, in this life or another one; None: it is new.
 
@@ -99,15 +105,17 @@ class Liveness:
             StaleWorker: The incarnation has been replaced or buried. Nothing has changed.
         """
         worker_id = record.worker_id
-        if record.incarnation in self._replaced.get(worker_id, ()):
-            raise _stale(record)
-        life = _Life(record, now)
         known = self._lives.get(worker_id)
+        if record.incarnation in self._replaced.get(worker_id, ()):
+            if known is None or not self._came_too_late(known, record.incarnation, now):
+                raise _stale(record)
+            self._replaced[worker_id].remove(record.incarnation)
+        life = _Life(record, now)
         if known is not None and known.record.incarnation == record.incarnation:
             life.drain_by, life.restarts = known.drain_by, known.restarts
         elif known is not None:
             self.bury(worker_id, known.record.incarnation)
-            life.restarts = known.restarts + 1
+            life.restarts, life.in_place_of = known.restarts + 1, known.record.incarnation
         self._lives[worker_id] = life
         self._left.discard(worker_id)
         return None if known is None else known.record
@@ -121,7 +129,7 @@ class Liveness:
         life = self._find(record.worker_id, record.incarnation)
         if life is None or life.dead:
             raise _stale(record)
-        life.record, life.heard_at = record, now
+        life.record, life.heard_at, life.heard_again = record, now, True
         life.cut_off, life.refusing_since, life.presumed_dead = False, None, False
 
     def cut_off(self, worker_id: str, incarnation: str) -> None:
@@ -246,6 +254,11 @@ class Liveness:
     def _find(self, worker_id: str, incarnation: str) -> _Life | None:
         life = self._lives.get(worker_id)
         return life if life is not None and life.record.incarnation == incarnation else None
+
+    def _came_too_late(self, life: _Life, incarnation: str, now: float) -> bool:
+        """Whether a life has replaced an incarnation, and nothing was heard of it afterwards."""
+        is_silent = self._state(life, now) is WorkerState.DEAD and not life.heard_again
+        return is_silent and life.in_place_of == incarnation
 
     def _state(self, life: _Life, now: float) -> WorkerState:
         silent_s = now - life.heard_at

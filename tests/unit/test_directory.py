@@ -120,6 +120,32 @@ def test_new_incarnation_replaces_the_old_for_good(directory: Directory) -> None
     directory.check()
 
 
+def test_a_life_that_a_late_message_has_replaced_comes_back() -> None:
+    """The message was of a life before, so nothing follows it: the one that goes on asking is the
+    later one. What it holds is found again, what the message had listed is lost."""
+    late = Directory()  # as of a manager that has started since, and knows of no life before
+    late.register(record("w0", "i1"), held(B), 5.0)
+    late.register(record("w0", "i0"), held(A), 6.0)
+    with pytest.raises(StaleWorker):
+        late.register(record("w0", "i1"), held(B), 9.0)
+    late.register(record("w0", "i1"), held(B), 10.5)
+    late.heartbeat(record("w0", "i1"), [], [], 11.0)
+    assert (late.holders(A), late.holders(B)) == ([], ["w0"])
+    assert state(late, "w0", 11.0) is WorkerState.ALIVE
+    for now in (12.0, 99.0):
+        with pytest.raises(StaleWorker):
+            late.register(record("w0", "i0"), held(A), now)
+    late.check()
+
+
+def test_a_life_that_was_heard_again_is_the_later_one(directory: Directory) -> None:
+    """However long it has been silent since, what it has replaced does not come back."""
+    directory.register(record("w0", "i1"), [], 5.0)
+    directory.heartbeat(record("w0", "i1"), [], [], 6.0)
+    with pytest.raises(StaleWorker):
+        directory.register(record("w0", "i0"), held(A), 99.0)
+
+
 def test_heartbeat_before_registration_is_refused() -> None:
     """After a restart the manager knows nobody, and must be told everything first."""
     with pytest.raises(StaleWorker):
