@@ -129,6 +129,7 @@ class Decoder:
             )[0]
             self.loop.note(self.process.name, operation.__name__)
             operation()
+            self._note_epoch()
             self._think()
         self.read()
         if self.replaced:
@@ -257,6 +258,7 @@ class Decoder:
             layer: Of which the contents are compared too.
         """
         session = self._session()
+        self._note_epoch()
         for extent in session._mirror.extents:
             if not self.replaced:
                 self._check_no_other_copy(extent)
@@ -374,19 +376,24 @@ class Decoder:
             return
         self.kept.append(child)
         stored = self._try(lambda: self._stored(child), child)
-        if stored is not None and self._is_known_as_it_is() and not same(stored, self.state):
+        is_known = self._is_known_as_it_is() or not self._session()._mirror.haunted
+        if stored is not None and not self.replaced and is_known and not same(stored, self.state):
             raise WrongTokens("a branch is not what it was forked from")
         self._try(child.release, child)
 
     def _is_known_as_it_is(self) -> bool:
-        """Whether the session is ours, and the manager, where it went on without a copy, has been
-        told: to a manager that reaches neither us nor the other one that copy is the session."""
-        session = self._session()
-        if self.replaced or not session._mirror.haunted:
-            return not self.replaced
-        key = (ANONYMOUS.tenant, session.id)
-        latest = self.process.world.manager.directory.latest(key, self.loop.now)
-        return latest is not None and latest.epoch >= session.epoch
+        """Whether the manager has heard of the session's epoch. Where it went on without a copy, it
+        may not have been told: if it reaches neither the holder nor the other one, that copy is the
+        session to it."""
+        key = (ANONYMOUS.tenant, self.story.session_id)
+        manager = self.process.world.manager
+        latest = manager.directory.latest(key, self.loop.now) if manager.alive else None
+        return latest is not None and latest.epoch >= self.story.epoch
+
+    def _note_epoch(self) -> None:
+        """Note where the session is, for those who look at it through the manager."""
+        if self.session is not None and not self.replaced:
+            self.story.epoch = self.session.epoch
 
     def read(self) -> None:
         session = self._session()
@@ -554,6 +561,9 @@ class Decoder:
 
     def _take_over(self) -> None:
         """Go on with a session whose decoder has crashed."""
+        is_known = self._is_known_as_it_is() or self.process.world.holds_at(
+            self.story.session_id, self.story.epoch
+        )
         for _ in range(100):
             try:
                 self.session = self.process.client.attach(self.story.session_id)
@@ -569,8 +579,10 @@ class Decoder:
                 self.num_taken[self.session.id] = self.process.world.taken[self.session.id]
                 world, is_lost = self.process.world, self.session._mirror.find_lost() is not None
                 # Nobody can tell, if the manager and all that knew the session have died before, or
-                # its lease was over, but where an Allocate without an answer had opened it too.
+                # its lease was over, but where an Allocate without an answer had opened it too; nor
+                # if they all have gone but for a copy that was given up.
                 is_lost = is_lost or self.session.id in world.reopened | world.expired
+                is_lost |= not is_known and self.session.epoch <= self.story.epoch
                 if is_lost:  # its next call would say so
                     self.story.errors.append(PagesLost.reason)
                 self._resolve()

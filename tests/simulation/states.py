@@ -117,6 +117,7 @@ class Story:
     Fields:
         mixed: Each token may be that of any of the candidates: those on one worker may have been
             written, and those on another one not.
+        epoch: At which the session was last.
     """
 
     session_id: str
@@ -124,6 +125,7 @@ class Story:
     num_layers: int
     errors: list[str] = field(default_factory=list)
     mixed: bool = False
+    epoch: int = 0
 
     def holds(self, *candidates: State, mixed: bool = False) -> None:
         """Note what the session holds, or may hold."""

@@ -122,6 +122,15 @@ class World:
             )
         )
 
+    def holds_at(self, session_id: str, epoch: int) -> bool:
+        """Whether a worker that lives holds (a part of) a session at an epoch, or a later one."""
+        return any(
+            session.key[1] == session_id and session.epoch >= epoch
+            for worker in self.workers.values()
+            if worker.alive
+            for session in worker.worker._sessions.all()
+        )
+
     def used_pages(self) -> int:
         return sum(
             pool.used_pages + pool.reserved_pages
