@@ -234,8 +234,8 @@ class Service:
                 lambda: num_alive(client) == len(self.workers) and not pages(client), timeout_s + 2
             )
             took = CLOCK.monotonic() - started
-            for stats in client.page_stats():
-                assert stats.num_sessions == 0, f"{stats.worker_id} has sessions left"
+            # One that holds nothing may have been opened without anybody's knowing: its lease ends.
+            until(lambda: not any(stats.num_sessions for stats in client.page_stats()), TTL_S + 2)
         for worker in self.workers:
             worker.check()
         return took
