@@ -62,7 +62,7 @@ class Move:
     Fields:
         source, target: Workers' ids.
         keep: The source keeps it.
-        asked_at: When the target was asked last, in the clock's monotonic seconds.
+        begun_at: In the clock's monotonic seconds.
     """
 
     key: SessionKey
@@ -71,8 +71,8 @@ class Move:
     source_address: str
     source_incarnation: str
     target: str
-    keep: bool = False
-    asked_at: float = 0.0
+    keep: bool
+    begun_at: float
 
 
 class Moves:
@@ -300,6 +300,7 @@ class Moves:
                 record.incarnation,
                 target,
                 keep,
+                self._clock.monotonic(),
             )
         return move
 
@@ -321,7 +322,6 @@ class Moves:
             source_is_dead=state is WorkerState.DEAD,
             keep=move.keep,
         )
-        move.asked_at = self._clock.monotonic()
         answer = self._calls.ask(move.target, "PullSession", request, SERVICE)
         self._failpoints.passed("manager.move.begun")
         return session_from_pb(answer.session) if answer.HasField("session") else None
@@ -329,13 +329,13 @@ class Moves:
     def _arrived(self, move: Move, info: SessionInfo) -> None:
         """Note where a session is now, and tell the worker before it, if there is one."""
         self._failpoints.passed("manager.move.done")
-        arrived = [Part(move.target, info)]
+        arrived = [Part(move.target, info)]  # as it was then: it may have ended since
         if move.keep:
-            self._directory.note(move.key, arrived, asked_at=move.asked_at)
+            self._directory.note(move.key, arrived, asked_at=move.begun_at)
             LOG.info("a session on worker %s has a copy on %s", move.source, move.target)
             return
         others = [one for one in self._directory.holders(move.key) if one != move.source]
-        self._directory.note(move.key, arrived, asked_at=move.asked_at)
+        self._directory.note(move.key, arrived, asked_at=move.begun_at)
         self._directory.end(move.key, move.source)
         LOG.info("a session has moved from worker %s to %s", move.source, move.target)
         for worker_id in others:
