@@ -119,7 +119,7 @@ def adopt(
                 group=one.group,
             )
             extent.knows_padding = index == 0 or any(map(int.__lt__, one.starts, one.stops))
-        _pair(extent, (one, *others))
+        _pair(extent, (one, *others), told)
         if len(grouped) - index > num_open and one.starts == one.stops:
             extent.starts = extent.stops = one.stops or (0,) * len(longest)
             extent.knows_padding = False
@@ -170,7 +170,8 @@ def _is_same(known: Extent, told: core.Extent) -> bool:
     """Whether what is known at a worker is what is told of there, not what had been there before:
     a session may have left, and come again."""
     is_other_stay = known.stay and told.stay and known.stay != told.stay
-    return _life(known) == _life(told) and not is_other_stay
+    is_other = is_other_stay or known.group != told.group
+    return _life(known) == _life(told) and not is_other
 
 
 def _life(extent: Extent | core.Extent) -> tuple[str, str]:
@@ -185,18 +186,22 @@ def _grouped(told: Sequence[core.Extent]) -> list[list[core.Extent]]:
     return list(groups.values())
 
 
-def _pair(extent: Extent, told: Sequence[core.Extent]) -> None:
-    """Take over what is told of an extent's copies. What is not mentioned stays one, if there are
-    others: its own worker says whether it has gone."""
-    for one in told:
+def _pair(extent: Extent, mine: Sequence[core.Extent], told: Sequence[core.Extent]) -> None:
+    """Take over what is told of an extent's copies. What is not mentioned stays one: its own worker
+    says whether it has gone. But a worker has one part at most: where another is now, it has."""
+    others = {_life(one) for one in told if one not in mine}
+    for one in mine:
         known = next((copy for copy in extent.copies if _is_same(copy, one)), None)
-        if known is None and not one.group:
-            known = extent
-            known.move_to(one)
-        elif known is None and extent.twin is None:
-            known = extent.twin = Extent(
-                one.address, one.incarnation, (), (), one.worker_id, group=one.group
-            )
+        if known is None:
+            known = next((copy for copy in extent.copies if _life(copy) in others), None)
+            if known is None and not one.group:
+                known = extent
+            if known is not None:
+                known.move_to(one)
+            elif extent.twin is None:
+                known = extent.twin = Extent(
+                    one.address, one.incarnation, (), (), one.worker_id, group=one.group
+                )
         if known is not None:
             known.capability = one.capability or known.capability
             known.stay = one.stay or known.stay

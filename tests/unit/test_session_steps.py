@@ -454,6 +454,21 @@ def test_a_part_that_has_moved_is_not_another_one(group: int) -> None:
         assert (tail.twin.address, tail.twin.stay) == ("c", "third")
 
 
+def test_where_another_part_is_now_a_copy_has_left() -> None:
+    """A worker has one part of a session at most: the copy that was known there is elsewhere."""
+    first = Extent("a", "i", (0,), (9,), "w0", group=1)
+    told = [
+        Told("w2", "c", "k", (0,), (9,), replaces=("i",), stay="second", group=1),
+        Told("w0", "a", "i", (9,), (9,), stay="third", group=2),
+        Told("w1", "b", "j", (9,), (9,), stay="fourth", group=2),
+    ]
+    (moved, tail), spares = adopt([first], told, (9,), 1)
+    assert moved is first
+    assert not spares
+    assert (moved.address, moved.stay, moved.twin) == ("c", "second", None)
+    assert [copy.address for copy in tail.copies] == ["a", "b"]
+
+
 # Queries
 
 
