@@ -21,6 +21,7 @@ from kvservice.wire.convert import seconds_from_pb
 from kvservice.wire.names import snake_case
 from kvservice_client import Client, ClientConfig
 from kvservice_client._connections import Connections
+from kvservice_workers.arrival import Arrival
 from kvservice_workers.data_plane.puller import Puller
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.data_plane.takeover import Pace
@@ -280,6 +281,15 @@ class SimWorker(Process):
             remove(session, reason)
 
         self.worker.leases._remove = note_and_remove  # type: ignore[method-assign]
+        drop = self.worker.arrivals.drop
+
+        def note_and_drop(arrival: Arrival) -> None:
+            # It may have been handed over, by an answer that has not come.
+            if arrival.complete and not (arrival.keeps or arrival.gone or arrival.here):
+                self._world.ended.add(arrival.key[1])
+            drop(arrival)
+
+        self.worker.arrivals.drop = note_and_drop  # type: ignore[method-assign]
 
     def crash(self) -> None:
         self._world.network.reset(self)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvservice.clock import ManualClock
-from kvservice.core.errors import AlreadyExists
+from kvservice.core.errors import AlreadyExists, SessionMoved, SessionNotFound
+from kvservice.core.moving import MovedTo
 from kvservice_workers.session_table import LATE_S
 from kvservice_workers.worker import PageWorker, WorkerConfig
 from tests.serving import new_id, spec
@@ -68,4 +69,31 @@ def test_a_late_copy_opens_nothing_where_a_lease_was_over() -> None:
     clock.advance(2.0)
     assert worker.leases.expire() == 1
     assert list(worker._sessions._expired) == [("t", child)]
+    worker.close()
+
+
+def test_what_was_given_up_is_not_looked_for_where_it_was_before() -> None:
+    """A session that had left comes again, and its lease is over before it is known whether it has.
+    Where it came from it is told to be here: who shows the ticket for it is told that it has ended,
+    and not sent back."""
+    config = WorkerConfig(worker_id="w", incarnation="i", budget_bytes=1 << 20, address="nowhere:1")
+    clock, session_id = ManualClock(), new_id()
+    worker = PageWorker(config, clock=clock)
+    worker.opening.allocate("t", session_id, spec(ttl_s=20.0))
+    _, ticket, state = worker.departures.state("t", session_id, "copier", 0, freeze=True)
+    there = MovedTo("w2", "elsewhere:1", "i2", ticket, "a stay")
+    worker.departures.hand_over("t", session_id, there)
+    arrival = worker.arrivals.begin("t", session_id, state, "i2")
+    worker.arrivals.complete(arrival, state, 7)
+    clock.advance(19.0)
+    worker.leases.renew("t", [session_id])
+    clock.advance(2.0)
+    assert worker.arrivals.expire() == 1
+    for shown in (0, 6):
+        worker.arrivals.arrive_by("t", session_id, shown)
+        with pytest.raises(SessionMoved):
+            worker.access.get("t", session_id)
+    worker.arrivals.arrive_by("t", session_id, 7)
+    with pytest.raises(SessionNotFound):
+        worker.access.get("t", session_id)
     worker.close()

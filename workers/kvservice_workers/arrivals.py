@@ -131,8 +131,11 @@ class Arrivals:
     def arrive_by(self, tenant: str, session_id: str, ticket: int) -> None:
         """Take somebody's word, who shows the ticket, that a session has been handed over."""
         with self._lock:
-            arrival = self._arriving.find((tenant, session_id))
-            if arrival is not None and arrival.complete and arrival.ticket == ticket:
+            key = (tenant, session_id)
+            arrival = self._arriving.find(key)
+            if arrival is None:
+                self._sessions.has_come_again(key, ticket)
+            elif arrival.complete and arrival.ticket == ticket:
                 self.arrive(arrival)
 
     def drop(self, arrival: Arrival) -> None:
@@ -141,6 +144,8 @@ class Arrivals:
             if not arrival.gone and not arrival.here:
                 self._arriving.remove(arrival)
                 arrival.gone = True
+                if arrival.complete and not arrival.keeps:
+                    self._sessions.gave_up(arrival.key, arrival.ticket)
                 self._structure.free(arrival.session, "move")
 
     def release(self, key: SessionKey, up_to: float, stay: str, *, unsettled: bool) -> None:

@@ -39,6 +39,8 @@ class Moved:
         confirmed: The other worker has said that it serves it.
         released: Its holder wants it no more: its id may be used again.
         stay: That has ended here when it went.
+        given_up_ticket: It was to come again by this one, and its lease was over before it was
+            known whether it has. Who shows the ticket knows that it has: then it has ended here.
     """
 
     to: MovedTo
@@ -49,6 +51,7 @@ class Moved:
     confirmed: bool = False
     released: bool = False
     stay: str = ""
+    given_up_ticket: int = 0
 
 
 class Expired(NamedTuple):
@@ -193,6 +196,19 @@ class SessionTable:
         if moved is None:
             return None
         return moved if self._clock.monotonic() < moved.known_until else None
+
+    def gave_up(self, key: SessionKey, ticket: int) -> None:
+        """Note that a session was given up that was to come again by a ticket."""
+        moved = self._moved.get(key)
+        if moved is not None:
+            moved.given_up_ticket = ticket
+
+    def has_come_again(self, key: SessionKey, ticket: int) -> None:
+        """Forget where a session went from here, if it was given up that has come by this ticket:
+        where it went it is told that it is here, and whoever follows would never arrive."""
+        moved = self._moved.get(key)
+        if moved is not None and ticket and moved.given_up_ticket == ticket:
+            del self._moved[key]
 
     def renew_moved(self, key: SessionKey) -> None:
         """Remember for another ttl where a session went: who renews it here has not followed."""
