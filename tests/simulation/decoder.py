@@ -274,7 +274,7 @@ class Decoder:
                     has_twin = extent.twin is not None
                     if layer is not None and has_twin and any(here.lengths.get(layer, ())):
                         contents.append(_contents(worker, here, layer))
-            if self.replaced:
+            if self.replaced or self._is_taken():
                 # The successor takes along the copy alone that had more when it looked, and what
                 # was on its way to the other still arrives there: both have answered at this epoch.
                 held = [one for one in held if one[0] <= session._mirror.epoch]
@@ -284,6 +284,11 @@ class Decoder:
                 not np.array_equal(contents[0], other) for other in contents[1:]
             ):
                 raise WrongTokens("copies have the same lengths, and not the same tokens")
+
+    def _is_taken(self) -> bool:
+        """Whether somebody has attached since, be it by a late copy of the call that we had made."""
+        session_id = self._session().id
+        return self.process.world.taken[session_id] > self.num_taken.get(session_id, 0)
 
     def _check_no_other_copy(self, extent: Extent) -> None:
         """No worker holds tokens as a copy at the session's epoch that the session does not feed:
