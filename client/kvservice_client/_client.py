@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from kvservice.core.errors import (
+    AlreadyExists,
     InvalidRequest,
     KVServiceError,
     StaleEpoch,
@@ -28,11 +29,10 @@ from kvservice.v1 import manager_pb2, types_pb2
 from kvservice.wire import convert
 from kvservice_client._connections import FRONT, Connections
 from kvservice_client._extents import adopt
+from kvservice_client._fork import MAX_FORK_TRIES
 from kvservice_client._leases import Lease, Leases
 from kvservice_client._mirror import Mirror
 from kvservice_client._session import Session
-
-_MAX_FORK_TRIES = 3
 
 
 class Client:
@@ -94,10 +94,7 @@ class Client:
         try:
             opened = self._connections.ask(FRONT, "Allocate", request).session
         except KVServiceError:
-            # It may have been opened all the same, with the answer lost.
-            forgotten = Lease(session_id, ttl_s, (), math.inf)
-            self._leases.add(forgotten)
-            self._leases.release_soon(forgotten)
+            self._let_go(session_id, ttl_s)
             raise
         return self._session(opened)
 
@@ -127,10 +124,10 @@ class Client:
             SessionNotFound, PositionOutOfRange.
             TooLarge: It has padding in too many places to be told.
         """
-        child_id = self._connections.new_id()
         looked_up = types_pb2.GetSessionRequest(session_id=check_session_id(session_id))
-        for last in (False,) * (_MAX_FORK_TRIES - 1) + (True,):
+        for last in (False,) * (MAX_FORK_TRIES - 1) + (True,):
             parent = self._connections.ask(FRONT, "GetSession", looked_up).session
+            child_id = self._connections.new_id()
             request = types_pb2.ForkRequest(
                 session_id=session_id,
                 epoch=parent.epoch,
@@ -142,6 +139,10 @@ class Client:
                 break
             except StaleEpoch:  # its holder has just changed it
                 if last:
+                    raise
+            except KVServiceError as error:
+                self._let_go(child_id, DEFAULT_TTL_S)
+                if last or not isinstance(error, AlreadyExists):  # it has moved before we knew
                     raise
         session = self._session(child)
         try:
@@ -268,6 +269,12 @@ class Client:
         raise TypeError(
             "a client, and whatever has one, is not pickled: connect anew, and attach to sessions"
         )
+
+    def _let_go(self, session_id: str, ttl_s: float) -> None:
+        """Release in the background what may have been opened, with the answer lost."""
+        forgotten = Lease(session_id, ttl_s, (), math.inf)
+        self._leases.add(forgotten)
+        self._leases.release_soon(forgotten)
 
     def _session(self, opened: types_pb2.Session) -> Session:
         mirror = Mirror(convert.session_from_pb(opened))

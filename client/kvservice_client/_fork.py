@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from typing import Final
 
-from kvservice.core.errors import KVServiceError, PositionOutOfRange
+from kvservice.core.errors import AlreadyExists, KVServiceError, PositionOutOfRange
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent
@@ -17,12 +17,14 @@ from kvservice_client._outcomes import FAILED
 from kvservice_client._refresh import refresh
 
 GIVE_BACK_S: Final = 1.0
+MAX_FORK_TRIES: Final = 5
 
 
 def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int | None) -> Mirror:
     """Fork a session on all its workers, and return the picture of the child.
 
-    What is made before a failure is released in the background.
+    What is made before a failure is released in the background. Where a child has moved before the
+    answer came that it was made, another one is.
 
     Args:
         token_count: Leading tokens of each row to share. None: all of each.
@@ -30,6 +32,13 @@ def fork_mirror(parent: Mirror, links: Links, leases: Leases, token_count: int |
     Raises:
         PositionOutOfRange: A row is shorter.
     """
+    for _ in range(MAX_FORK_TRIES - 1):
+        with suppress(AlreadyExists):
+            return _fork(parent, links, leases, token_count)
+    return _fork(parent, links, leases, token_count)
+
+
+def _fork(parent: Mirror, links: Links, leases: Leases, token_count: int | None) -> Mirror:
     if parent.uncertain:
         refresh(parent, links)
     shortest = min(parent.longest())

@@ -31,12 +31,15 @@ from kvservice.v1 import manager_pb2, types_pb2, worker_pb2
 from kvservice.wire import convert
 from kvservice.wire.names import WORKER
 from kvservice_client import DType, LayerGeometry, Session
+from kvservice_client._transport import Transport
 from kvservice_client.testing import eventually
 from kvservice_workers.data_plane import peer
 from kvservice_workers.data_plane.service import WorkerService
 from kvservice_workers.data_plane.takeover import Takeover
 from tests.backends import Backend, embedded_backend
 from tests.contract.conftest import Start
+from tests.driving import Driver
+from tests.faults import Faults
 
 NUM_LAYERS = 3
 WINDOWS = [None, 4, None]
@@ -420,3 +423,35 @@ def test_a_late_copy_of_the_request_that_opened_it(
         session.detach()
         if is_known:
             backend.restart(1 - holder)
+
+
+@pytest.mark.parametrize("by_id", [False, True], ids=["by its holder", "by id"])
+def test_a_child_that_moves_before_it_is_known(
+    two: Backend, by_id: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a fork is lost, and the child is moved: its parent is forked once more, and the
+    first child released."""
+    faults = Faults(two.dial)
+    client = two.connect(dial=faults.dial)
+    driver = Driver.open(client, num_rows=2, page_size=4)
+    driver.step(6)
+    parent_at = two.index_of(driver.session._mirror.tail.worker_id)
+    carried, children = faults._carried, list[str]()
+
+    def carry(address: str, call: Callable[[Transport], Any]) -> Any:
+        answer = carried(address, call)
+        if isinstance(answer, types_pb2.ForkResponse):
+            children.append(answer.session.session_id)
+            if len(children) == 1:
+                two.beat()
+                two.move(children[0], 1 - parent_at)
+                raise Unavailable("the answer is lost")
+        return answer
+
+    monkeypatch.setattr(faults, "_carried", carry)
+    child = client.fork(driver.session.id) if by_id else driver.session.fork()
+    assert child.id != children[0]
+    assert child.id == children[-1]
+    assert child.lengths(0) == driver.session.lengths(0)
+    child.release()
+    eventually(lambda: two.num_sessions() == 1)

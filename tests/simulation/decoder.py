@@ -286,7 +286,7 @@ class Decoder:
                 raise WrongTokens("copies have the same lengths, and not the same tokens")
 
     def _is_taken(self) -> bool:
-        """Whether somebody has attached since, be it by a late copy of the call that we had made."""
+        """Whether somebody has attached since, be it by a late copy of the call that we made."""
         session_id = self._session().id
         return self.process.world.taken[session_id] > self.num_taken.get(session_id, 0)
 
