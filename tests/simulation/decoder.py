@@ -570,6 +570,7 @@ class Decoder:
             self.story.session_id, self.story.epoch
         )
         for _ in range(100):
+            num_taken = self.process.world.taken[self.story.session_id]
             try:
                 self.session = self.process.client.attach(self.story.session_id)
             except SessionNotFound as error:
@@ -581,7 +582,8 @@ class Decoder:
                 self.loop.sleep(self.process, self.rng.uniform(0.1, 1.0))
             else:
                 self.kept.append(self.session)
-                self.num_taken[self.session.id] = self.process.world.taken[self.session.id]
+                # By us: a late copy of our call takes the session over from us, as anybody's would.
+                self.num_taken[self.session.id] = num_taken + 1
                 world, is_lost = self.process.world, self.session._mirror.find_lost() is not None
                 # Nobody can tell, if the manager and all that knew the session have died before, or
                 # its lease was over, but where an Allocate without an answer had opened it too; nor
