@@ -210,7 +210,12 @@ class Links:
                 other
             ):  # its lease was over on one of the two
                 raise self.copies.give_up(extent) from error
-            raise
+            # Who was idle through several moves finds a worker that has forgotten where it went.
+            successor = self.whereabouts.find_successor(extent)
+            if successor is None:
+                raise
+            self.whereabouts.go_to(extent, successor)
+            return self._run_here(extent, attempt)
         except Draining:
             raise
         except StaleEpoch as error:

@@ -425,6 +425,22 @@ def test_a_late_copy_of_the_request_that_opened_it(
             backend.restart(1 - holder)
 
 
+def test_a_holder_that_was_idle_through_several_moves() -> None:
+    """Its session is renewed where it is, by the manager; a worker on the way there has forgotten
+    where it went, as nobody asked for so long."""
+    with embedded_backend(num_workers=3) as backend:
+        driver = Driver.open(backend.connect(), num_rows=1, page_size=4)
+        driver.step(6)
+        first = backend.index_of(driver.session._mirror.tail.worker_id)
+        second, third = (index for index in range(3) if index != first)
+        backend.move(driver.session.id, second)
+        backend.move(driver.session.id, third)
+        del backend.workers[second]._sessions._moved[ANONYMOUS.tenant, driver.session.id]
+        driver.step()
+        driver.check_stored()
+        assert backend.index_of(driver.session._mirror.tail.worker_id) == third
+
+
 @pytest.mark.parametrize("by_id", [False, True], ids=["by its holder", "by id"])
 def test_a_child_that_moves_before_it_is_known(
     two: Backend, by_id: bool, monkeypatch: pytest.MonkeyPatch
