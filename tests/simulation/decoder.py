@@ -260,7 +260,7 @@ class Decoder:
         session = self._session()
         self._note_epoch()
         for extent in session._mirror.extents:
-            if not self.replaced:
+            if extent.group and not self.replaced:
                 self._check_no_other_copy(extent)
             held: list[tuple[int, int, int, dict[int, tuple[int, ...]]]] = []
             contents: list[Array] = []
@@ -301,7 +301,6 @@ class Decoder:
             if (
                 worker.alive
                 and here is not None
-                and extent.group
                 and here.group == extent.group
                 and here.epoch == session.epoch
                 and any(map(any, here.lengths.values()))
