@@ -64,10 +64,14 @@ def use_remote_attention(model: Any) -> Any:
     part = next(
         (key for key in model.config.sub_configs if getattr(model.config, key) is text), None
     )
+
+    def set_attention(name: str) -> None:
+        model.set_attn_implementation({part: name} if part is not None else name)
+
     before = text._attn_implementation
-    model.set_attn_implementation({part: ATTENTION} if part is not None else ATTENTION)
+    set_attention(ATTENTION)
     if model.get_decoder().config._attn_implementation != ATTENTION:
-        model.set_attn_implementation({part: before} if part is not None else before)
+        set_attention(before)
         raise ValueError(f"{name} did not take the attention implementation {ATTENTION!r}")
     return model
 

@@ -195,9 +195,7 @@ class Links:
                 began=began,
             )
         except (ServerDead, StaleWorker) as error:
-            successor = self.whereabouts.find_successor(extent)
-            if successor is not None:  # it has left, and what it held is there
-                self.whereabouts.go_to(extent, successor)
+            if self.whereabouts.goes_to_successor(extent):  # it has left: what it held is there
                 return self._run_here(extent, attempt)
             extent.lost, extent.replaced = True, isinstance(error, StaleWorker)
             extent.close_stream()
@@ -211,11 +209,9 @@ class Links:
             ):  # its lease was over on one of the two
                 raise self.copies.give_up(extent) from error
             # Who was idle through several moves finds a worker that has forgotten where it went.
-            successor = self.whereabouts.find_successor(extent)
-            if successor is None:
-                raise
-            self.whereabouts.go_to(extent, successor)
-            return self._run_here(extent, attempt)
+            if self.whereabouts.goes_to_successor(extent):
+                return self._run_here(extent, attempt)
+            raise
         except Draining:
             raise
         except StaleEpoch as error:

@@ -83,9 +83,7 @@ class Whereabouts:
     def _make_way(self, extent: Extent) -> None:
         """Find a part of the session that was on a worker where another part is now: a worker has
         one at most, so it has gone further, or with a worker that has died."""
-        successor = self.find_successor(extent)
-        if successor is not None:
-            self.go_to(extent, successor)
+        if self.goes_to_successor(extent):
             return
         extent.lost, extent.replaced = True, True
         extent.close_stream()
@@ -107,6 +105,14 @@ class Whereabouts:
         address(look, told, self._lease)
         with suppress(KVServiceError):
             self._connections.ask(told.address, "GetSession", look, timeout_s=FOLLOW_TIMEOUT_S)
+
+    def goes_to_successor(self, extent: Extent) -> bool:
+        """Let an extent be where the manager says that it is now; False: it does not say."""
+        successor = self.find_successor(extent)
+        if successor is None:
+            return False
+        self.go_to(extent, successor)
+        return True
 
     def find_successor(self, extent: Extent) -> core.Extent | None:
         """Ask the manager for the worker that has taken over what was on an incarnation."""

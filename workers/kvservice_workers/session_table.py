@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
@@ -177,11 +178,7 @@ class SessionTable:
     def hand_over(self, session: WorkerSession, to: MovedTo) -> None:
         """End a session here: another worker holds it from now on."""
         now = self._clock.monotonic()
-        while self._moved:
-            oldest = next(iter(self._moved))
-            if len(self._moved) < MAX_MOVED and self._moved[oldest].at > now - MOVED_FOR_S:
-                break
-            del self._moved[oldest]
+        _forget_old(self._moved, now - MOVED_FOR_S, MAX_MOVED)
         known_until = now + max(session.ttl_s, LATE_S)
         self._moved[session.key] = Moved(
             to, session.origin, session.ttl_s, now, known_until, stay=session.stay
@@ -273,10 +270,20 @@ class SessionTable:
 
     def _remember(self, session: WorkerSession) -> None:
         now = self._clock.monotonic()
-        while self._expired:
-            oldest = next(iter(self._expired))
-            if self._expired[oldest].at > now - LATE_S:
-                break
-            del self._expired[oldest]
+        _forget_old(self._expired, now - LATE_S)
         self._expired.pop(session.key, None)  # so that the order is that of the times
         self._expired[session.key] = Expired(session.origin, now)
+
+
+def _forget_old(
+    table: dict[SessionKey, Moved] | dict[SessionKey, Expired],
+    until: float,
+    max_size: float = math.inf,
+) -> None:
+    """Drop what is of no later than `until` from a table, oldest first, and what leaves no room in
+    it for one more."""
+    while table:
+        oldest = next(iter(table))
+        if len(table) < max_size and table[oldest].at > until:
+            return
+        del table[oldest]
