@@ -36,6 +36,8 @@ def test_no_session_comes_where_one_of_its_id_is_still_to_be_freed() -> None:
     worker = PageWorker(config, clock=clock)
     worker.opening.allocate("t", session_id, spec())
     clock.advance(3601.0)
+    with pytest.raises(SessionNotFound):
+        worker.access.get("t", session_id)
     with pytest.raises(AlreadyExists):
         worker.arrivals.check_admitted("t", session_id)
     assert worker.leases.expire() == 1
