@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from kvservice_client._arrays import to_int, to_ints
 from kvservice_client._ask import read_positions
 from kvservice_client._connections import FRONT
 from kvservice_client._extents import Extent, Lengths, adopt
-from kvservice_client._leases import Lease, Leases
+from kvservice_client._leases import Leases
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror, Step
 from kvservice_client._outcomes import FAILED, OUTCOME_UNKNOWN, CopiesChanged
@@ -368,12 +367,11 @@ class Changes:
         try:
             session = links.connections.ask(FRONT, "Allocate", request).session
         except KVServiceError:  # it may have been opened all the same, with the answer lost
-            self._leases.release_soon(Lease(new_id, mirror.spec.ttl_s, (), math.inf))
+            self._leases.let_go(new_id, mirror.spec.ttl_s)
             raise
         if not mirror.haunted:
             # What nobody here knows of: a copy in the making, or that the session is lost.
-            left = Lease(mirror.id, mirror.spec.ttl_s, (), math.inf, epoch=mirror.epoch)
-            self._leases.release_soon(left)
+            self._leases.let_go(mirror.id, mirror.spec.ttl_s, epoch=mirror.epoch)
         mirror.reset()
         mirror.id, mirror.haunted = new_id, False
         mirror.epoch, mirror.last_step = session.epoch, session.step

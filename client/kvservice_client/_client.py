@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from kvservice.wire import convert
 from kvservice_client._connections import FRONT, Connections
 from kvservice_client._extents import adopt
 from kvservice_client._fork import MAX_FORK_TRIES
-from kvservice_client._leases import Lease, Leases
+from kvservice_client._leases import Leases
 from kvservice_client._mirror import Mirror
 from kvservice_client._session import Session
 
@@ -94,7 +93,7 @@ class Client:
         try:
             opened = self._connections.ask(FRONT, "Allocate", request).session
         except KVServiceError:
-            self._let_go(session_id, ttl_s)
+            self._leases.let_go(session_id, ttl_s)  # it may have been opened all the same
             raise
         return self._session(opened)
 
@@ -141,7 +140,7 @@ class Client:
                 if last:
                     raise
             except KVServiceError as error:
-                self._let_go(child_id, DEFAULT_TTL_S)
+                self._leases.let_go(child_id, DEFAULT_TTL_S)
                 if last or not isinstance(error, AlreadyExists):  # it has moved before we knew
                     raise
         session = self._session(child)
@@ -269,12 +268,6 @@ class Client:
         raise TypeError(
             "a client, and whatever has one, is not pickled: connect anew, and attach to sessions"
         )
-
-    def _let_go(self, session_id: str, ttl_s: float) -> None:
-        """Release in the background what may have been opened, with the answer lost."""
-        forgotten = Lease(session_id, ttl_s, (), math.inf)
-        self._leases.add(forgotten)
-        self._leases.release_soon(forgotten)
 
     def _session(self, opened: types_pb2.Session) -> Session:
         mirror = Mirror(convert.session_from_pb(opened))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from typing import Final
 
@@ -10,7 +9,7 @@ from kvservice.core.errors import AlreadyExists, KVServiceError, PositionOutOfRa
 from kvservice.v1 import types_pb2
 from kvservice.wire import convert
 from kvservice_client._extents import Extent
-from kvservice_client._leases import Lease, Leases
+from kvservice_client._leases import Leases
 from kvservice_client._links import Links
 from kvservice_client._mirror import Mirror
 from kvservice_client._outcomes import FAILED
@@ -76,7 +75,7 @@ def _fork(parent: Mirror, links: Links, leases: Leases, token_count: int | None)
             for index, extent in enumerate(copies)
             if index < len(opened) or not extent.lost
         )
-        leases.release_soon(Lease(child_id, parent.spec.ttl_s, addresses, math.inf))
+        leases.let_go(child_id, parent.spec.ttl_s, addresses)
         raise
     keep = parent.longest() if token_count is None else (token_count,) * parent.num_rows
     child = Mirror(convert.session_from_pb(opened[0]))

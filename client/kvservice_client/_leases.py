@@ -135,6 +135,15 @@ class Leases:
         """Release a session in the background. For finalizers: takes no lock, makes no call."""
         self._notes.put(lease)
 
+    def let_go(
+        self, session_id: str, ttl_s: float, addresses: tuple[str, ...] = (), *, epoch: int = 0
+    ) -> None:
+        """Release in the background what nobody here holds: what was given up, or may have been
+        opened, with the answer lost. The arguments are as the fields of Lease."""
+        lease = Lease(session_id, ttl_s, addresses, math.inf, epoch=epoch)
+        self.add(lease)  # there may be no thread yet
+        self.release_soon(lease)
+
     def close_soon(self) -> None:
         """Release all and end the thread, in the background. For finalizers."""
         self._notes.put(Note.END)
