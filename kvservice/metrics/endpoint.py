@@ -22,7 +22,7 @@ from kvservice.config import ConfigError
 LOG = logging.getLogger(__name__)
 
 Page = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-"""A WSGI application, for GET and HEAD alone."""
+"""A WSGI application, for GET alone."""
 
 METRICS: Final = "/metrics"
 MAX_CONNECTIONS: Final = 64
@@ -60,8 +60,10 @@ class MetricsEndpoint:
         def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
                 return _refuse(start, "405 Method Not Allowed")
-            page = served.get(environ["PATH_INFO"])
-            return _refuse(start, "404 Not Found") if page is None else page(environ, start)
+            page = served.get(environ["PATH_INFO"], _not_found)
+            if environ["REQUEST_METHOD"] == "HEAD":
+                return _head(page, environ, start)
+            return page(environ, start)
 
         try:
             self._server = make_server(host, port, serve, _server_class(host, port), _Handler)
@@ -190,6 +192,20 @@ class _Handler(WSGIRequestHandler):
 def _server_class(host: str, port: int) -> type[_Server]:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return type("_ServerOfFamily", (_Server,), {"address_family": family})
+
+
+def _head(page: Page, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    """Answer with the status and the headers that GET would get, its length among them."""
+    answer: list[Any] = []
+    body = page({**environ, "REQUEST_METHOD": "GET"}, lambda *said: answer.extend(said))
+    status, headers = answer[:2]
+    start(status, [*headers, ("Content-Length", str(sum(map(len, body))))])
+    return []
+
+
+def _not_found(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    del environ
+    return _refuse(start, "404 Not Found")
 
 
 def _refuse(start: Callable[..., Any], status: str) -> Iterable[bytes]:

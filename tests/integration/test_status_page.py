@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
 import os
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -107,6 +111,25 @@ def test_nothing_can_be_changed(service: Service) -> None:
     assert fetch(f"{service.url}/../etc/passwd")[0] == 404
     assert fetch(f"{service.url}/index.html")[0] == 404
     assert b"kvservice_workers_expected 2.0" in fetch(f"{service.url}/metrics")[2]
+
+
+@pytest.mark.parametrize("path", ["/", "/status.js", "/status.json", "/metrics", "/nowhere"])
+def test_head_is_what_get_says_before_the_body(service: Service, path: str) -> None:
+    """For probes that want no more, and for whoever looks with `curl -I`."""
+    address = urllib.parse.urlsplit(service.url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(f"HEAD {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert body == b""
+    first, _, rest = head.partition(b"\r\n")
+    headers = http.client.parse_headers(io.BytesIO(rest + b"\r\n\r\n"))
+    status, expected, content = fetch(f"{service.url}{path}")
+    assert int(first.split()[1]) == status
+    assert headers.keys() == list(expected)
+    assert headers["Content-Type"] == expected["Content-Type"]
+    if not path.endswith(("json", "metrics")):  # which tell another time each time
+        assert int(headers["Content-Length"]) == len(content)
 
 
 def test_page_takes_nothing_from_elsewhere(service: Service) -> None:
