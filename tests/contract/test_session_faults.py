@@ -542,12 +542,14 @@ def test_the_manager_may_be_away(start: Start) -> None:
     driver = Driver.open(client, page_size=4)
     faults.cut(backend.front)
     driver.step(5)
-    driver.fork().step()
+    child = driver.fork()
+    child.step()
     driver.pop(2)
     driver.select([1, 0])
     driver.step()
     driver.check_stored()
-    driver.session.release()
+    for one in (child, driver):
+        one.session.release()
     assert backend.num_sessions() == 0
 
 
