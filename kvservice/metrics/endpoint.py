@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader, RawIOBase
 from socketserver import ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import prometheus_client
 from prometheus_client import CollectorRegistry
 
+from kvservice.clock import SystemClock
 from kvservice.config import ConfigError
 
 LOG = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ MAX_CONNECTIONS: Final = 64
 HANDSHAKE_S: Final = 10.0
 """A connection over TLS is closed if its handshake takes longer, however many bytes come."""
 
-_IDLE_S: Final = 30.0
+REQUEST_S: Final = 30.0
+"""So long a request may take to come, however many bytes come, and a peer to take a part of the
+answer."""
 
 
 class MetricsEndpoint:
@@ -55,7 +58,7 @@ class MetricsEndpoint:
         Raises:
             ConfigError: The port is taken, or the host is not this machine's.
         """
-        served = {METRICS: guard(prometheus_client.make_wsgi_app(registry)), **(pages or {})}
+        served = {METRICS: guard(_samples(registry)), **(pages or {})}
 
         def serve(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
             if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
@@ -160,18 +163,39 @@ def _why(error: OSError) -> str:
     return str(error.reason or error).replace("_", " ").lower()
 
 
+class _Reader(RawIOBase):
+    """Reads what a peer sends until a time is over: each byte gives it no more of it."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._connection = connection
+        self._clock = SystemClock()
+        self._ends_at = self._clock.monotonic() + timeout_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._ends_at - self._clock.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request takes too long")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
 class _Writer(BufferedIOBase):
     """Writes to a peer. If that is gone, or takes nothing, says so in the one way that wsgiref
     expects of peers: for the errors of TLS and of timeouts it would print a traceback."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._connection = connection
+        self._timeout_s = timeout_s
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         try:
+            self._connection.settimeout(self._timeout_s)
             self._connection.sendall(data)
         except OSError as error:
             raise ConnectionAbortedError(str(error)) from error
@@ -179,11 +203,13 @@ class _Writer(BufferedIOBase):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _IDLE_S
+    timeout = REQUEST_S
 
     def setup(self) -> None:
         super().setup()
-        self.wfile = _Writer(self.connection)
+        self.rfile.close()
+        self.rfile = BufferedReader(_Reader(self.connection, self.timeout))
+        self.wfile = _Writer(self.connection, self.timeout)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Say nothing of each scrape."""
@@ -192,6 +218,19 @@ class _Handler(WSGIRequestHandler):
 def _server_class(host: str, port: int) -> type[_Server]:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return type("_ServerOfFamily", (_Server,), {"address_family": family})
+
+
+def _samples(registry: CollectorRegistry) -> Page:
+    """Return what serves a registry in the format that is asked for, or in the usual one."""
+    app: Page = prometheus_client.make_wsgi_app(registry)
+
+    def page(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            return app(environ, start)
+        except (TypeError, ValueError):  # an Accept that the library stumbles over
+            return app({k: v for k, v in environ.items() if k != "HTTP_ACCEPT"}, start)
+
+    return page
 
 
 def _head(page: Page, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:

@@ -5,8 +5,10 @@ A short run here; `make fuzz` runs the same for ten minutes.
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +19,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvservice.config import ServerLimits, WorkerSettings
+from kvservice.config import ManagerSettings, ServerLimits, WorkerSettings
 from kvservice.core.errors import InternalError, InvalidRequest, KVServiceError
 from kvservice.core.geometry import DType
+from kvservice.metrics import endpoint
+from kvservice.runtime.manager import ManagerServer
 from kvservice.runtime.worker import WorkerServer
 from kvservice.v1 import types_pb2, worker_pb2
 from kvservice.wire.fragments import Joiner
@@ -284,6 +288,81 @@ def test_joining_holds_no_more_than_it_may(pieces: list[tuple[bytes, int, bool]]
             assert not joiner.pending
         else:
             assert joined is None or len(joined) == total <= 64
+
+
+# -- the port for metrics and the status page
+
+
+METHODS = st.one_of(st.sampled_from([b"GET", b"HEAD", b"POST", b"OPTIONS"]), st.binary(max_size=8))
+PATHS = st.one_of(
+    st.sampled_from([b"/metrics", b"/metrics?name[]=x", b"/", b"//", b"/%00", b"*"]),
+    st.binary(max_size=40),
+)
+LINES = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from(
+        [
+            b"Content-Length: -1",
+            b"Content-Length: 9999999999",
+            b"Transfer-Encoding: chunked",
+            b"Accept-Encoding: gzip",
+            b"Accept: application/openmetrics-text; version=\xff",
+            b"Expect: 100-continue",
+            b"Authorization: Bearer \xff",
+            b"Host: ",
+        ]
+    ),
+)
+REQUESTS = st.one_of(
+    st.binary(max_size=200),
+    st.tuples(METHODS, PATHS, st.lists(LINES, max_size=5)).map(
+        lambda one: b" ".join(one[:2]) + b" HTTP/1.1\r\n" + b"\r\n".join([*one[2], b"", b""])
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def http_port() -> Iterator[int]:
+    limits = ServerLimits(max_streams=8, unary_threads=4)
+    with ManagerServer(ManagerSettings(limits=limits, metrics_port=0)) as manager:
+        assert manager.metrics_address is not None
+        yield int(manager.metrics_address.rpartition(":")[2])
+
+
+@SHARED
+@given(request=REQUESTS)
+def test_http_takes_any_bytes(http_port: int, request: bytes) -> None:
+    """It answers or hangs up, logs no failure of its own, and the next one is served."""
+    failures, answer = Failures(), b""
+    with failures, socket.create_connection(("127.0.0.1", http_port), timeout=10) as peer:
+        try:
+            peer.sendall(request)
+            peer.shutdown(socket.SHUT_WR)
+            while part := peer.recv(1 << 16):
+                answer += part
+        except ConnectionError:
+            pass
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=10) as other:
+            assert other.status == 200
+    assert not failures.records
+    assert b" 500 " not in answer.partition(b"\r\n")[0]
+
+
+class Failures(logging.Handler):
+    """What is logged of HTTP as an error while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def __enter__(self) -> None:
+        endpoint.LOG.addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        endpoint.LOG.removeHandler(self)
 
 
 # -- tensors

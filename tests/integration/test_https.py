@@ -239,6 +239,29 @@ def endpoint_with(page: endpoint.Page, folder: Folder | None) -> Iterator[Metric
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plaintext", "tls"])
+def test_requests_take_so_long_at_most(
+    folder: Folder, is_encrypted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many bytes come meanwhile: else 64 peers could keep Prometheus out for ever."""
+    monkeypatch.setattr(endpoint._Handler, "timeout", 0.5)
+    with endpoint_with(lambda *_: [], folder if is_encrypted else None) as serving:
+        slow = socket.create_connection(("127.0.0.1", serving.port), timeout=10)
+        if is_encrypted:
+            slow = folder.https().wrap_socket(slow, server_hostname="127.0.0.1")
+        with slow:
+            slow.sendall(b"GET /large HTTP/1.0\r\nX-Slow: ")
+
+            def has_ended() -> bool:
+                try:
+                    slow.sendall(b"x")
+                except OSError:
+                    return True
+                return False
+
+            until(has_ended, 5.0)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plaintext", "tls"])
 @pytest.mark.parametrize("way", ["goes", "takes nothing"])
 def test_who_does_not_take_the_answer_is_let_go(
     folder: Folder,
