@@ -17,6 +17,8 @@ from kvservice.clock import SystemClock
 from kvservice.cluster.processes import wait_until
 from kvservice.config import memory_limit_bytes
 from kvservice_client import connect
+from tests.processes import stands_still
+from tests.serving import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -57,6 +59,16 @@ def test_workers_register_and_a_session_lies_on_both() -> None:
             np.testing.assert_allclose(out[0, 0, :, 0], np.arange(40) / 2, atol=1e-5)
             used = [sum(pool.used_pages for pool in stats.pools) for stats in client.page_stats()]
             assert all(used), "the session should lie on both workers"
+
+
+def test_ends_at_a_signal_that_comes_while_it_is_stopped() -> None:
+    """As a worker does."""
+    with running("manager") as (_, process):
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: stands_still(process.pid))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(timeout=30) == 0
 
 
 def test_a_worker_refuses_a_budget_that_is_not_there() -> None:

@@ -17,6 +17,8 @@ import pytest
 from kvservice.cluster.ports import check_port_free
 from kvservice.core.errors import OutOfPages, PagesLost
 from kvservice_client import connect
+from tests.processes import stands_still
+from tests.serving import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -86,6 +88,17 @@ def test_ends_at_a_signal(number: signal.Signals) -> None:
         assert err == ""
         host, port = said["address"].split(":")
         check_port_free(host, int(port), "--port")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ends_at_a_signal_that_comes_while_it_is_stopped(number: signal.Signals) -> None:
+    """As of a container that was paused: the kernel may give the signal to any of its threads."""
+    with running() as (_, process):
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: stands_still(process.pid))
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(timeout=30) == 0
 
 
 def test_a_used_port_fails_in_one_line() -> None:
