@@ -31,11 +31,15 @@ def backend() -> Iterator[Backend]:
 
 
 def move_all(backend: Backend) -> int:
-    """Move every session to the other worker; return how many there were."""
+    """Move every session to the other worker; return how many there were.
+
+    One that is being opened may be at a worker before the manager has been told of it.
+    """
     held = [
         (index, info.session_id)
         for index, worker in enumerate(backend.workers)
         for _, info in worker.list_sessions(None)
+        if backend.manager._directory.keys_of(info.session_id)
     ]
     for index, session_id in held:
         backend.move(session_id, 1 - index)
@@ -44,7 +48,7 @@ def move_all(backend: Backend) -> int:
 
 @contextmanager
 def always_moving(backend: Backend) -> Iterator[Callable[[], int]]:
-    """Move every session all the time; yields what counts the moves."""
+    """Move every session all the time; yields what counts the moves, and raises what they did."""
     stop, counts, failures = threading.Event(), list[int](), list[Exception]()
 
     def run() -> None:
@@ -54,10 +58,15 @@ def always_moving(backend: Backend) -> Iterator[Callable[[], int]]:
         except Exception as error:
             failures.append(error)
 
+    def num_moves() -> int:
+        if failures:
+            raise failures[0]
+        return sum(counts)
+
     mover = threading.Thread(target=run)
     mover.start()
     try:
-        yield lambda: sum(counts)
+        yield num_moves
     finally:
         stop.set()
         mover.join()
