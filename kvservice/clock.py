@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
+from typing import Final, Protocol
+
+_LOOK_S: Final = 0.5
 
 
 class Clock(Protocol):
@@ -28,7 +30,14 @@ class SystemClock:
     time = staticmethod(time.time)
 
     def wait(self, event: threading.Event, timeout_s: float | None) -> bool:
-        return event.wait(timeout_s)
+        if timeout_s is not None:
+            return event.wait(timeout_s)
+        # To a process that has been stopped, or has just been let go on, the kernel gives a signal
+        # by any of its threads. Python runs handlers in the main thread alone, and nobody wakes
+        # that for it: so it looks now and then, where it waits without end.
+        while not event.wait(_LOOK_S):
+            pass
+        return True
 
 
 class ManualClock:

@@ -21,8 +21,6 @@ from kvservice.server.health import HealthServer
 
 GRACE_S: Final = 5.0
 
-_LOOK_S: Final = 0.5
-
 
 def failpoints(clock: Clock) -> Failpoints:
     """Return the failpoints of this process, as its environment says.
@@ -37,16 +35,6 @@ def failpoints(clock: Clock) -> Failpoints:
     return Failpoints(
         stated_failpoints(), crash=lambda: os.kill(os.getpid(), signal.SIGKILL), wait=wait
     )
-
-
-def wait_for(event: threading.Event) -> None:
-    """Wait until something is so, in a way that every signal ends.
-
-    To a process that has been stopped, or has just been let go on, the kernel gives a signal by any
-    of its threads. Python runs handlers in the main thread alone, and nobody wakes that for it.
-    """
-    while not event.wait(_LOOK_S):
-        pass
 
 
 class ProcessServer:
@@ -81,7 +69,7 @@ class ProcessServer:
 
     def wait(self) -> None:
         """Wait until there is nothing more to do for it: for ever, unless it is told to leave."""
-        wait_for(threading.Event())
+        self._clock.wait(threading.Event(), None)
 
     def leave(self) -> bool:
         """Begin to end, so that `wait` returns when it may. Return whether that is of use."""

@@ -18,7 +18,7 @@ from kvservice.config import (
     memory_limit_bytes,
 )
 from kvservice.metrics import WorkerMetrics
-from kvservice.runtime.process import ProcessServer, failpoints, wait_for
+from kvservice.runtime.process import ProcessServer, failpoints
 from kvservice.runtime.secrets import Secrets
 from kvservice.server.guard import Guard
 from kvservice.server.heartbeat import HeartbeatSource
@@ -137,7 +137,7 @@ class WorkerServer(ProcessServer):
     def wait(self) -> None:
         """Wait until this worker is to leave: the manager has said so, and its sessions have ended
         or the time for that is over. The caller then stops it, and the manager is told."""
-        wait_for(self._drain.done)
+        self._clock.wait(self._drain.done, None)
 
     def leave(self) -> bool:
         """Give its sessions away: the manager, if there is one, is told with the next heartbeat,
