@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from kvservice.clock import SystemClock
 from kvservice_client import Client, connect
+from tests.serving import until
 
 MANAGER = """
 import sys
@@ -63,6 +65,14 @@ def _wait_for_workers(client: Client, num_workers: int) -> None:
 def stored_tokens(client: Client) -> dict[str, int]:
     """Return how many tokens each worker has stored since its start."""
     return {stats.worker_id: stats.appended_tokens for stats in client.page_stats()}
+
+
+def signal_while_stopped(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """Send a signal to a process that is stopped, and let it go on."""
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: stands_still(process.pid))
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
 
 
 def stands_still(pid: int) -> bool:

@@ -10,6 +10,7 @@ import socket
 import struct
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import hypothesis
@@ -238,15 +239,19 @@ def test_a_lane_takes_any_bytes(target: Target, pieces: list[bytes], good_token:
     answer = target.peer.call("OpenLane", worker_pb2.OpenLaneRequest())
     token = answer.token if good_token else bytes(32)
     host, _, port = answer.addresses[1].rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as lane:
-        try:
-            lane.sendall(token + b"".join(pieces))
-            lane.shutdown(socket.SHUT_WR)
-            while lane.recv(1 << 16):
-                pass
-        except ConnectionError:
-            pass
+    exchange((host, int(port)), token + b"".join(pieces))
     target.check()
+
+
+def exchange(address: tuple[str, int], sent: bytes) -> bytes:
+    """Send bytes and say that they are all; return what comes back until the peer hangs up."""
+    answer = b""
+    with socket.create_connection(address, timeout=10) as peer, suppress(ConnectionError):
+        peer.sendall(sent)
+        peer.shutdown(socket.SHUT_WR)
+        while part := peer.recv(1 << 16):
+            answer += part
+    return answer
 
 
 @SHARED
@@ -333,15 +338,9 @@ def http_port() -> Iterator[int]:
 @given(request=REQUESTS)
 def test_http_takes_any_bytes(http_port: int, request: bytes) -> None:
     """It answers or hangs up, logs no failure of its own, and the next one is served."""
-    failures, answer = Failures(), b""
-    with failures, socket.create_connection(("127.0.0.1", http_port), timeout=10) as peer:
-        try:
-            peer.sendall(request)
-            peer.shutdown(socket.SHUT_WR)
-            while part := peer.recv(1 << 16):
-                answer += part
-        except ConnectionError:
-            pass
+    failures = Failures()
+    with failures:
+        answer = exchange(("127.0.0.1", http_port), request)
         with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=10) as other:
             assert other.status == 200
     assert not failures.records

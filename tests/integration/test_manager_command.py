@@ -17,8 +17,7 @@ from kvservice.clock import SystemClock
 from kvservice.cluster.processes import wait_until
 from kvservice.config import memory_limit_bytes
 from kvservice_client import connect
-from tests.processes import stands_still
-from tests.serving import until
+from tests.processes import signal_while_stopped
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -64,10 +63,7 @@ def test_workers_register_and_a_session_lies_on_both() -> None:
 def test_ends_at_a_signal_that_comes_while_it_is_stopped() -> None:
     """As a worker does."""
     with running("manager") as (_, process):
-        process.send_signal(signal.SIGSTOP)
-        until(lambda: stands_still(process.pid))
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGCONT)
+        signal_while_stopped(process, signal.SIGTERM)
         assert process.wait(timeout=30) == 0
 
 

@@ -17,8 +17,7 @@ import pytest
 from kvservice.cluster.ports import check_port_free
 from kvservice.core.errors import OutOfPages, PagesLost
 from kvservice_client import connect
-from tests.processes import stands_still
-from tests.serving import until
+from tests.processes import signal_while_stopped
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -94,10 +93,7 @@ def test_ends_at_a_signal(number: signal.Signals) -> None:
 def test_ends_at_a_signal_that_comes_while_it_is_stopped(number: signal.Signals) -> None:
     """As of a container that was paused: the kernel may give the signal to any of its threads."""
     with running() as (_, process):
-        process.send_signal(signal.SIGSTOP)
-        until(lambda: stands_still(process.pid))
-        process.send_signal(number)
-        process.send_signal(signal.SIGCONT)
+        signal_while_stopped(process, number)
         assert process.wait(timeout=30) == 0
 
 
