@@ -117,6 +117,20 @@ def test_a_session_that_nobody_knows_of(start: Start) -> None:
     eventually(lambda: backend.num_sessions() == 0)
 
 
+def test_what_nobody_knows_of_is_released_at_once(start: Start) -> None:
+    """Not only when its client closes, which may be used for days."""
+    backend = start()
+    faults = Faults(backend.dial)
+    client = backend.connect(dial=faults.dial, config=IMPATIENT)
+    kept = client.open(num_rows=1)
+    faults.lose("Allocate", "answer")
+    with pytest.raises(Unavailable):
+        client.open(num_rows=1)
+    eventually(lambda: backend.num_sessions() == 1)
+    assert len(faults.sent("Release")) == 1
+    kept.release()
+
+
 def test_only_the_unanswered_are_repeated(start: Start) -> None:
     """Of a call to two workers, the one that was answered is not sent again."""
     faults, client = faulty(start(num_workers=2))
